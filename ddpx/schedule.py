@@ -26,7 +26,7 @@ _in_order = attrgetter("step", "dst", "srcs", "lo", "hi")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
-    """At `step`, chunks [lo, hi) at rank `dst` become the sum, in the order listed, of what `srcs` held before the step.
+    """At `step`, chunks [lo, hi) at `dst` become the sum, in the order listed, of what `srcs` held before the step.
 
     `srcs == (s,)` copies, `(dst, s)` accumulates, `(0, 1, ..., n-1)` reduces in rank order at one go. Each source other
     than `dst` sends once. "Before the step" is meant literally: a rank that overwrites what a peer reads in the same
@@ -105,11 +105,13 @@ def then(a: Schedule, b: Schedule, *, algorithm: str | None = None, collective: 
 
 
 def together(*schedules: Schedule) -> Schedule:
-    """All of `schedules` at once on the same chunks, for example one in each node; named after the first."""
+    """All of `schedules` at once on the same buffer, for example one in each node; named after the first."""
     first = schedules[0]
-    if any(s.world_size != first.world_size or s.chunks != first.chunks for s in schedules):
-        raise ValueError("schedules that run together must have the same world_size and the same chunks.")
-    return replace(first, moves=tuple(move for schedule in schedules for move in schedule.moves))
+    if any(schedule.world_size != first.world_size for schedule in schedules):
+        raise ValueError("schedules that run together must be of one world; remap them to it first.")
+    chunks = math.lcm(*(schedule.chunks for schedule in schedules))
+    alike = [refine(schedule, chunks // schedule.chunks) for schedule in schedules]
+    return replace(first, chunks=chunks, moves=tuple(move for schedule in alike for move in schedule.moves))
 
 
 def beside(a: Schedule, b: Schedule) -> Schedule:

@@ -180,7 +180,7 @@ def _joined(overwrites: list[Overwrite]) -> tuple[Overwrite, ...]:
 
 
 class _Run:
-    """One chunk carried through all its moves. Node r < n is the part of rank r; the others are sums, each made once."""
+    """One chunk carried through all its moves. Node r < n is the part of rank r; the rest are sums, made once each."""
 
     def __init__(self, schedule: Schedule, contract: _Contract, chunk: int, moves: list[Move]) -> None:
         n = schedule.world_size

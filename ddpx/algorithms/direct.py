@@ -34,3 +34,24 @@ def all_gather(world_size: int) -> Schedule:
     n = world_size
     moves = [Move(0, dst, (src,), src, src + 1) for dst in range(n) for src in range(n) if src != dst]
     return Schedule("direct", "all_gather", n, n, tuple(moves))
+
+
+def broadcast(world_size: int, root: int = 0) -> Schedule:
+    """The root sends the whole buffer to each of the others: 1 step, n-1 buffers sent by the root."""
+    moves = [Move(0, rank, (root,), 0, 1) for rank in range(world_size) if rank != root]
+    return Schedule("direct", "broadcast", world_size, 1, tuple(moves), root)
+
+
+def reduce(world_size: int, root: int = 0) -> Schedule:
+    """The root reads every buffer and adds in rank order: 1 step, one buffer sent by each of the others."""
+    moves = [Move(0, root, tuple(range(world_size)), 0, 1)] if world_size > 1 else []
+    return Schedule("direct", "reduce", world_size, 1, tuple(moves), root)
+
+
+def all_to_all(world_size: int) -> Schedule:
+    """Everybody sends to everybody at once: 1 step, n-1 messages of 1/n of a rank's buffer sent per rank."""
+    n = world_size
+    moves = [
+        Move(0, dst, (src,), src * n + dst, src * n + dst + 1) for dst in range(n) for src in range(n) if src != dst
+    ]
+    return Schedule("direct", "all_to_all", n, n * n, tuple(moves))
