@@ -1,0 +1,30 @@
+"""Data-parallel training for PyTorch that its users can read, trust and look inside."""
+
+from ddpx.data_parallel import DDPX
+from ddpx.errors import (
+    DeadlineExceeded,
+    Error,
+    Mismatch,
+    ParametersChanged,
+    PeerFailed,
+    PeerLost,
+    UnusedParameters,
+)
+from ddpx.stats import BucketStats, StepStats
+from ddpx.transport import Link
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DDPX",
+    "BucketStats",
+    "DeadlineExceeded",
+    "Error",
+    "Link",
+    "Mismatch",
+    "ParametersChanged",
+    "PeerFailed",
+    "PeerLost",
+    "StepStats",
+    "UnusedParameters",
+]

@@ -1,0 +1,125 @@
+"""The ranks that train together, and the board on which they leave each other notes.
+
+A `Group` is a torch process group seen by ddpx: who I am in it, and its store as a board of small values. The board is for
+agreement at construction and for announcing failures; gradients never pass through it.
+"""
+
+import contextlib
+import datetime
+import itertools
+import os
+import pickle
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpx.errors import DeadlineExceeded, PeerFailed
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+class Group:
+    """A process group of `world_size` ranks; `rank` counts inside it, `ranks` are the global numbers.
+
+    Without an initialised torch.distributed this is a group of one, so that a script runs unchanged on one process.
+    Every rank must construct its Groups on one process group in the same order, as with any collective.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+        if process_group is None and not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "Default process group has not been initialized, please make sure to call init_process_group: "
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, so training alone would leave the ranks apart."
+                )
+            self.process_group = None
+            self.rank, self.world_size, self.ranks = 0, 1, [0]
+            self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
+            return
+        self.process_group = process_group or dist.group.WORLD
+        self.rank = dist.get_rank(self.process_group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the process group it was given")
+        self.world_size = dist.get_world_size(self.process_group)
+        self.ranks = dist.get_process_group_ranks(self.process_group)
+        self.timeout_s = timeout_s or _timeout_s(self.process_group)
+        if self.world_size > 1:
+            store = self.process_group.get_group_store()
+            # Each rank counts its own Groups, so equal counts mean the same Group wherever they are made in the same order.
+            serial = store.add(f"ddpx/groups/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"ddpx/{serial}", store)
+            self._notes = itertools.count()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. A collective: all ranks call it with the same `topic`, in the same order.
+
+        Raises DeadlineExceeded naming the ranks that did not come, PeerFailed when one of them announced a failure.
+        """
+        if self.world_size == 1:
+            return [value]
+        note = f"note/{next(self._notes)}"
+        keys = [f"{note}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], pickle.dumps((topic, value)))
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = 0.0002
+        while not self._store.check(keys):
+            self.raise_if_announced()
+            if time.monotonic() > deadline:
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise DeadlineExceeded(
+                    f"rank {self.rank} waited {self.timeout_s:.0f} s for {ranks_text(absent)} at '{topic}'. "
+                    "Every rank of the group has to get there: look at what these ranks were doing."
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+        notes = [pickle.loads(self._store.get(key)) for key in keys]
+        if self._store.add(f"{note}/read", 1) == self.world_size:
+            for key in [*keys, f"{note}/read"]:
+                self._store.delete_key(key)
+        topics = [their_topic for their_topic, _ in notes]
+        if len(set(topics)) > 1:
+            calls = ", ".join(f"rank {rank}: '{their_topic}'" for rank, their_topic in enumerate(topics))
+            raise PeerFailed(f"ranks do not do the same things in the same order ({calls}).")
+        return [value for _, value in notes]
+
+    def announce(self, message: str, epoch: int = -1) -> None:
+        """Leave a failure in an epoch (-1: outside of any) on the board. Never raises: it is called while failing."""
+        if self.world_size > 1:
+            with contextlib.suppress(Exception):  # The store may be gone with rank 0; then its connections speak.
+                self._store.compare_set(f"failure/{epoch}", "", message)  # the first one stays
+
+    def announced(self, epoch: int = -1) -> str | None:
+        """The failure on the board for that epoch, if any."""
+        key = f"failure/{epoch}"
+        if self.world_size == 1 or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
+
+    def raise_if_announced(self) -> None:
+        message = self.announced()
+        if message is not None:
+            raise PeerFailed(message)
+
+
+def _timeout_s(process_group: dist.ProcessGroup) -> float:
+    """The process group's own timeout in seconds, which is the default deadline of every wait."""
+    for device in ("cpu", "cuda"):
+        try:
+            timeout = process_group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(timeout, datetime.timedelta):
+            return timeout.total_seconds()
+    return DEFAULT_TIMEOUT_S
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 3` or `ranks 3, 4 and 9`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"

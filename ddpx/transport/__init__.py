@@ -1,0 +1,126 @@
+"""How bytes get from rank to rank: two contracts, and a wrapper that makes any of them slow.
+
+- `MessageTransport`: a whole step of sends and receives is posted together, so order within a step can't deadlock.
+- `MappedTransport`: every rank reads its peers' memory in place. A rank writes its own memory alone and says how far it
+  has come by one growing number, its *clock*; a peer waits for a clock to reach a value.
+
+Both own memory (`empty`), both are used by one thread at a time, and every wait ends: when the peer came, when it died or
+said that it failed, or at the deadline.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An emulated network: a message of b bytes takes `alpha_s + b * beta_s_per_byte`, without using the processor."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        return self.alpha_s + nbytes * self.beta_s_per_byte
+
+    def __str__(self) -> str:
+        alpha = f"{self.alpha_s * 1e6:g}us" if self.alpha_s < 1e-3 else f"{self.alpha_s * 1e3:g}ms"
+        return f"{alpha},{1e-9 / self.beta_s_per_byte:g}GB/s" if self.beta_s_per_byte else f"{alpha},infGB/s"
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """A link from 'ALPHA,BANDWIDTH', for example '200us,1GB/s' or '1ms,10Gbit/s'. ValueError says what is wrong."""
+        found = re.fullmatch(r"\s*([\d.]+)\s*(ns|us|ms|s)\s*,\s*([\d.]+)\s*([kMG])(B|bit)/s\s*", text)
+        if not found:
+            raise ValueError(f"a link is LATENCY,BANDWIDTH such as 200us,1GB/s or 1ms,10Gbit/s, not '{text}'")
+        alpha_s = float(found[1]) * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+        bytes_per_s = float(found[3]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found[4]] / {"B": 1, "bit": 8}[found[5]]
+        if bytes_per_s <= 0:
+            raise ValueError(f"a link needs a bandwidth above zero, not '{text}'")
+        return cls(alpha_s, 1 / bytes_per_s)
+
+
+class Landings:
+    """Memory in which messages land before they are added. Plans run one at a time, so all of a transport share it."""
+
+    def __init__(self) -> None:
+        self._flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def take(self, position: int, like: torch.Tensor) -> torch.Tensor:
+        """Flat memory for the message at `position` within its step, sized as `like`."""
+        key = (position, like.dtype)
+        flat = self._flats.get(key)
+        if flat is None or flat.numel() < like.numel():
+            flat = self._flats[key] = torch.empty_like(like)
+        return flat[: like.numel()]
+
+
+class MessageTransport(Protocol):
+    """Point-to-point messages; between two ranks they arrive in the order posted."""
+
+    rank: int
+    world_size: int
+    landings: Landings
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised flat tensor, (numel,), on `device`."""
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],  # (peer, flat tensor) pairs, read until the call returns
+        receives: Sequence[tuple[int, torch.Tensor]],  # (peer, flat tensor) pairs, written
+    ) -> None:
+        """Post all messages of a step, then wait for them (on CUDA: order the current stream after them)."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class MappedTransport(Protocol):
+    """Memory that peers read in place, and a clock for each rank that its peers wait on."""
+
+    rank: int
+    world_size: int
+    clock: int
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeroed (numel,) tensor that every peer can read. A collective: same numel and dtype on all ranks, in order."""
+
+    def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """For a slice of a tensor from `empty`: each rank's same slice, in rank order; peers' are for reading alone."""
+
+    def publish(self, clock: int) -> None:
+        """Set this rank's clock, after all its earlier writes, and wake who waits for it."""
+
+    def wait(self, peer: int, clock: int) -> None:
+        """Return once the peer's clock has reached `clock`. Raises PeerLost, PeerFailed, DeadlineExceeded."""
+
+    def close(self) -> None: ...
+
+
+Transport = MessageTransport | MappedTransport
+
+
+# What an epoch is for, in the upper half of its header; the lower half counts training forwards.
+IN_FORWARD = 1 << 32
+IN_BACKWARD = 2 << 32
+
+
+def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
+    """What to tell when two ranks entered the same epoch with different headers."""
+    words = {IN_FORWARD: "is in a forward, sharing buffers", IN_BACKWARD: "is in a backward, reducing gradients"}
+    kinds = [words.get(header >> 32 << 32, "runs a collective of its own") for header in (mine, theirs)]
+    if kinds[0] != kinds[1]:
+        return (
+            f"ranks are out of step: rank {rank} {kinds[0]}, while rank {peer} {kinds[1]}. "
+            "Each rank has to run the same forwards and backwards in the same order."
+        )
+    counts = [header & 0xFFFFFFFF for header in (mine, theirs)]
+    return (
+        f"ranks are out of step: since the last synchronised backward, rank {rank} made {counts[0]} training "
+        f"forward(s) and rank {peer} made {counts[1]}. Each rank has to run backward for the same forwards; "
+        "run extra ones under torch.no_grad(), or use join() for uneven inputs."
+    )

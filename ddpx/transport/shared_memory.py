@@ -1,0 +1,341 @@
+"""Ranks of one host read each other's memory in place; one growing number a rank says how far it has come.
+
+A segment is anonymous shared memory (`memfd`): peers open it through /proc/<pid>/fd, so it never has a name, and a killed
+job can't leave anything behind. Each rank owns one *control page* and any number of arenas; it writes its own alone,
+and maps those of its peers read-only.
+
+Note: the clock. `epoch << 32 | ticks`, written by its rank alone. Ticks grow with every plan that runs; an epoch is one
+synchronised backward. A rank that fails says in which epoch, and leaves for the next one, so a peer still waiting
+in the failed epoch finds the clock beyond its target *and* the failure, and raises the failing rank's words.
+
+Waiting spins for a few tens of microseconds when every rank has a core of its own, then sleeps in a futex, which
+releases the GIL. Each slice of sleep ends with a look at the peer's process (pidfd) and at everybody's failure word.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import select
+import struct
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
+from ddpx.group import Group
+from ddpx.transport import header_mismatch
+
+LINE = 128  # bytes: two cache lines, since processors fetch them in pairs
+PAGE_BYTES = 4096
+HUGE_BYTES = 2 << 20
+TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, TEXT_AT = 0, LINE, 2 * LINE, 3 * LINE, 4 * LINE
+HEADERS = 4  # epochs whose headers stand on a page; a peer is never more than one or two ahead
+SPIN_S = 30e-6
+SLICE_S = 0.05  # the longest sleep between two looks at the peers
+MAX_TICKS = 1 << 32
+
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+
+def host_id() -> str:
+    """Equal for ranks that may share memory: boot and process namespace, or DDPX_HOST_ID where set by hand."""
+    given = os.environ.get("DDPX_HOST_ID")
+    if given:
+        return given
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{platform.node()} {os.getpid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a peer finds a segment, and the token that proves it is the right one."""
+
+    pid: int
+    fd: int
+    nbytes: int
+
+
+class Segment:
+    """Anonymous shared memory: made by one rank, mapped by all."""
+
+    def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self.fd = fd
+        self.nbytes = nbytes
+        self.memory = mmap.mmap(fd, nbytes, access=access)
+        if nbytes >= HUGE_BYTES:
+            with contextlib.suppress(OSError, AttributeError):
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
+
+    @classmethod
+    def create(cls, nbytes: int) -> "Segment":
+        size = -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        fd = os.memfd_create("ddpx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            # A sealed size: no rank can shrink what another has mapped, which would kill that one with SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(fd, size, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, address: Address) -> "Segment":
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return cls(fd, address.nbytes, writable=False)
+        finally:
+            os.close(fd)
+
+    def address(self) -> Address:
+        return Address(os.getpid(), self.fd, self.nbytes)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            return torch.frombuffer(self.memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+    def close_fd(self) -> None:
+        """Mappings stay; from here on nobody else can open the segment."""
+        os.close(self.fd)
+
+
+class _ControlPage:
+    """A rank's clock, failure and words, as its peers see them."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.words = memoryview(segment.memory)[:PAGE_BYTES].cast("Q")
+        self.clock_address = _address_of(segment.memory) + CLOCK_AT
+
+    @property
+    def clock(self) -> int:
+        return self.words[CLOCK_AT // 8]
+
+    @property
+    def failed_epoch(self) -> int:
+        return self.words[FAILED_AT // 8]
+
+    def header(self, epoch: int) -> int | None:
+        """What its rank entered `epoch` with; None when that is not known, or no longer."""
+        at = HEADER_AT // 8 + 2 * (epoch % HEADERS)
+        header = self.words[at]
+        return header if self.words[at + 1] == epoch else None
+
+    def write_header(self, epoch: int, header: int) -> None:
+        at = HEADER_AT // 8 + 2 * (epoch % HEADERS)
+        self.words[at] = header
+        self.words[at + 1] = epoch
+
+    @property
+    def text(self) -> str:
+        (length,) = struct.unpack_from("<Q", self.segment.memory, TEXT_AT)
+        return bytes(self.segment.memory[TEXT_AT + 8 : TEXT_AT + 8 + length]).decode(errors="replace")
+
+    def write_text(self, text: str) -> None:
+        encoded = text.encode()[: PAGE_BYTES - TEXT_AT - 8]
+        self.segment.memory[TEXT_AT + 8 : TEXT_AT + 8 + len(encoded)] = encoded
+        struct.pack_into("<Q", self.segment.memory, TEXT_AT, len(encoded))
+
+
+class SharedMemory:
+    """The mapped transport of one host. Constructing it and `empty` are collectives.
+
+    Raises Error on every rank when one of them can't map another's memory, with the reason.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.rank, self.world_size = group.rank, group.world_size
+        self.timeout_s = group.timeout_s
+        self.clock = 0
+        self.bytes_read = 0
+        self.last_peer = self.rank  # the peer that the last blocking wait was for
+        self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
+        token = secrets.token_bytes(16)
+        own = Segment.create(PAGE_BYTES)
+        own.memory[TOKEN_AT : TOKEN_AT + 16] = token
+        segments = self._share("control page", own, host_id(), token)
+        self._pages = [_ControlPage(segment) for segment in segments]
+        self._own = self._pages[self.rank]
+        self._pidfds = {
+            peer: os.pidfd_open(pid)
+            for peer, pid in enumerate(group.gather("process ids", os.getpid()))
+            if peer != self.rank
+        }
+
+    def _share(self, what: str, own: Segment, host: str = "", token: bytes = b"") -> list[Segment]:
+        """Everyone's segment, in rank order, or Error on all ranks alike."""
+        try:
+            notes = self.group.gather(f"share {what}", (host, own.address(), token))
+            segments, problem = [], ""
+            for peer, (their_host, address, their_token) in enumerate(notes):
+                try:
+                    if their_host != host:
+                        raise OSError(f"it is on another host ({their_host} and {host})")
+                    segment = own if peer == self.rank else Segment.open(address)
+                    if segment.memory[TOKEN_AT : TOKEN_AT + len(their_token)] != their_token:
+                        raise OSError("another process has that number in this namespace")
+                    segments.append(segment)
+                except OSError as error:
+                    problem = f"rank {self.rank} cannot map the {what} of rank {peer}: {error}"
+                    break
+            problems = [text for text in self.group.gather(f"mapped {what}", problem) if text]
+        finally:
+            own.close_fd()
+        if problems:
+            raise Error(f"shared memory does not join these ranks: {problems[0]}. Use transport='process_group'.")
+        return segments
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            raise ValueError(f"shared memory holds CPU tensors, not {device}")
+        nbytes = numel * dtype.itemsize
+        try:
+            own = Segment.create(nbytes)
+        except OSError as error:
+            message = f"rank {self.rank} got no {nbytes / 2**20:.1f} MiB of shared memory: {error}"
+            self.group.announce(message)
+            raise Error(message) from error
+        tensors = [segment.tensor(numel, dtype) for segment in self._share("arena", own)]
+        tensors[self.rank].zero_()
+        self._arenas.append((tensors[self.rank], tensors))
+        return tensors[self.rank]
+
+    def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        start = flat.data_ptr()
+        for own, tensors in self._arenas:
+            offset = start - own.data_ptr()
+            if flat.dtype == own.dtype and 0 <= offset and offset + flat.nbytes <= own.nbytes:
+                begin = offset // flat.element_size()
+                return [tensor[begin : begin + flat.numel()] for tensor in tensors]
+        raise ValueError("this tensor does not lie in memory of this transport: allocate it with empty()")
+
+    def release(self, flat: torch.Tensor) -> None:
+        """Forget an arena from `empty`; its memory goes when the last tensor on it does."""
+        self._arenas = [(own, tensors) for own, tensors in self._arenas if own.data_ptr() != flat.data_ptr()]
+
+    # Epochs and failures
+
+    def begin(self, epoch: int, header: int) -> None:
+        """Enter an epoch. `header` is what all ranks must have in common in it; peers compare on their first wait."""
+        self._own.write_header(epoch, header)
+        self.clock = epoch << 32
+
+    def fail(self, message: str) -> None:
+        """Tell everybody that this rank failed in its present epoch, and why."""
+        self._own.write_text(message)
+        self._own.words[FAILED_AT // 8] = (self.clock >> 32) + 1
+        self._wake()
+
+    def poll(self) -> None:
+        """Raise PeerFailed if a rank failed in the present epoch; this one too, so that its own waits end."""
+        epoch = self.clock >> 32
+        for page in self._pages:
+            if page.failed_epoch == epoch + 1:
+                raise PeerFailed(page.text)
+
+    # The clock
+
+    def publish(self, clock: int) -> None:
+        self._own.words[CLOCK_AT // 8] = clock
+        self._wake()
+
+    def _wake(self) -> None:
+        if _FUTEX_CALL is not None:
+            _libc.syscall(_FUTEX_CALL, ctypes.c_void_p(self._own.clock_address), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
+
+    def wait(self, peer: int, clock: int) -> None:
+        words = self._pages[peer].words
+        at = CLOCK_AT // 8
+        if words[at] < clock:
+            self.last_peer = peer
+            if self._spin_s:
+                until = time.perf_counter() + self._spin_s
+                while words[at] < clock and time.perf_counter() < until:
+                    pass
+            if words[at] < clock:
+                self._sleep_until(peer, clock)
+        seen = words[at]
+        if seen >> 32 != clock >> 32:
+            # The peer is in a later epoch: either it finished this one, or it failed in it (see Note: the clock).
+            self.poll()
+        self._compare_headers(peer)
+
+    def _sleep_until(self, peer: int, clock: int) -> None:
+        page = self._pages[peer]
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            seen = page.clock
+            if seen >= clock:
+                return
+            self.poll()
+            if self._is_dead(peer) and page.clock < clock:
+                raise PeerLost(
+                    f"rank {peer} is gone: its process ended while rank {self.rank} waited for it. "
+                    "Its own output says why; the job has to be started again."
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which is alive but did not come. "
+                    "It may be in other code, or make fewer steps than its peers."
+                )
+            _futex_wait(page.clock_address, seen & 0xFFFFFFFF, SLICE_S)
+
+    def _compare_headers(self, peer: int) -> None:
+        epoch = self.clock >> 32
+        theirs, mine = self._pages[peer].header(epoch), self._own.header(epoch)
+        if theirs is not None and mine is not None and theirs != mine:
+            raise Mismatch(header_mismatch(self.rank, mine, peer, theirs))
+
+    def _is_dead(self, peer: int) -> bool:
+        if peer == self.rank:
+            return False
+        poller = select.poll()
+        poller.register(self._pidfds[peer], select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Let go of the peers; tensors that still live keep their memory."""
+        for fd in self._pidfds.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._pidfds = {}
+        self._arenas = []
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _futex_wait(address: int, expected: int, seconds: float) -> None:
+    """Sleep until woken, at most `seconds`, provided the 32-bit word at `address` still is `expected`."""
+    if _FUTEX_CALL is None:
+        time.sleep(min(seconds, 0.0005))
+        return
+    timeout = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    result = _libc.syscall(
+        _FUTEX_CALL, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(expected), ctypes.byref(timeout), None, 0
+    )
+    if result and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+        raise OSError(ctypes.get_errno(), "futex")
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
