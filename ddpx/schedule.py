@@ -216,15 +216,15 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None, max_ranks: int
             cells[m.step, m.dst].append(_cell(m))
     rows = [["step", *(f"rank {r}" for r in ranks)]]
     rows += [[str(step), *(", ".join(cells.get((step, r), ["."])) for r in ranks)] for step in steps]
-    if mark and mark[1] in ranks and mark[0] in steps:
-        row, column = steps.index(mark[0]) + 1, ranks.index(mark[1]) + 1
-        rows[row][column] = f"[{rows[row][column]}]"
+    marked_row = 0
+    if mark and marked_step in steps and marked_rank in ranks:
+        marked_row, column = steps.index(marked_step) + 1, ranks.index(marked_rank) + 1
+        rows[marked_row][column] = f"[{rows[marked_row][column]}]"
     widths = [max(len(row[column]) for row in rows) for column in range(len(ranks) + 1)]
     lines = []
     for index, row in enumerate(rows):
         text = "  ".join([row[0].rjust(widths[0]), *(c.ljust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        pointer = ">" if mark and index and steps[index - 1] == mark[0] else " "
-        lines.append(f"{pointer} {text}".rstrip())
+        lines.append(f"{'>' if index and index == marked_row else ' '} {text}".rstrip())
     left_out = []
     if len(ranks) < schedule.world_size:
         left_out.append(f"ranks {ranks.start}..{ranks.stop - 1} of {schedule.world_size}")

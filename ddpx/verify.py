@@ -123,8 +123,8 @@ class _Contract:
             "reduce_scatter": lambda chunk: (own(chunk),),
             "all_to_all": lambda chunk: (chunk * n * n // chunks % n,),
         }
-        self.holders = start.get(self.collective, lambda chunk: everyone)
-        self.receivers = end.get(self.collective, lambda chunk: everyone)
+        self.holders: Callable[[int], Iterable[int]] = start.get(self.collective, lambda chunk: everyone)
+        self.receivers: Callable[[int], Iterable[int]] = end.get(self.collective, lambda chunk: everyone)
 
 
 def _check_form(schedule: Schedule) -> None:
