@@ -101,7 +101,7 @@ def then(a: Schedule, b: Schedule, *, algorithm: str | None = None, collective: 
     chunks = math.lcm(a.chunks, b.chunks)
     a, b = refine(a, chunks // a.chunks), refine(b, chunks // b.chunks)
     name = algorithm or (a.algorithm if a.algorithm == b.algorithm else f"{a.algorithm}+{b.algorithm}")
-    return Schedule(name, collective, a.world_size, chunks, a.moves + delay(b, a.steps).moves, a.root)
+    return Schedule(name, collective, a.world_size, chunks, a.moves + _later(b.moves, a.steps), a.root)
 
 
 def together(*schedules: Schedule) -> Schedule:
@@ -146,7 +146,11 @@ def within(schedule: Schedule, lo: int, chunks: int) -> Schedule:
 
 def delay(schedule: Schedule, steps: int) -> Schedule:
     """The same moves, `steps` later."""
-    return replace(schedule, moves=tuple(Move(m.step + steps, m.dst, m.srcs, m.lo, m.hi) for m in schedule.moves))
+    return replace(schedule, moves=_later(schedule.moves, steps))
+
+
+def _later(moves: Iterable[Move], steps: int) -> tuple[Move, ...]:
+    return tuple([Move(m.step + steps, m.dst, m.srcs, m.lo, m.hi) for m in moves])
 
 
 def interleave(schedule: Schedule, k: int, *, shift: int = 1) -> Schedule:
@@ -248,8 +252,3 @@ def _window(length: int, centre: int, size: int) -> range:
     """At most `size` consecutive indices below `length` that contain `centre` where it exists."""
     start = max(0, min(centre - size // 2, length - size))
     return range(start, min(length, start + size))
-
-
-def total_chunks_moved(moves: Iterable[Move]) -> int:
-    """Chunks that cross between ranks: each source other than the destination sends the whole range once."""
-    return sum((m.hi - m.lo) * (len(m.srcs) - (m.dst in m.srcs)) for m in moves)

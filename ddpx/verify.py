@@ -74,7 +74,7 @@ def verify(schedule: Schedule, *, owner: Owner | None = None, same_bits: bool = 
     `owner` replaces the map from chunk to owning rank, for halves of algorithms such as the textbook ring. With
     `same_bits=False`, an all-reduce whose ranks add in different orders passes and the Proof says so.
     """
-    contract = _Contract(schedule, owner)
+    contract = Contract(schedule, owner)
     _check_form(schedule)
     all_same = True
     overwrites = []
@@ -87,7 +87,7 @@ def verify(schedule: Schedule, *, owner: Owner | None = None, same_bits: bool = 
 
 def expression(schedule: Schedule, rank: int, chunk: int, *, owner: Owner | None = None) -> str:
     """What `rank` holds of `chunk` at the end, written out: `((r0+r1)+r2)+r3`; `nothing` if it never got any."""
-    contract = _Contract(schedule, owner)
+    contract = Contract(schedule, owner)
     moves = [m for m in schedule.moves if m.lo <= chunk < m.hi]
     run = _Run(schedule, contract, chunk, moves)
     return run.written_out(rank)
@@ -96,10 +96,13 @@ def expression(schedule: Schedule, rank: int, chunk: int, *, owner: Owner | None
 # ---- The contract ----------------------------------------------------------------------------------------------------
 
 
-class _Contract:
-    """The table of the module docstring as code: who holds a chunk at the start, who receives it in the end."""
+class Contract:
+    """The table of the module docstring as code: `holders(chunk)` at the start, `receivers(chunk)` at the end.
 
-    def __init__(self, schedule: Schedule, owner: Owner | None) -> None:
+    ValueError if the schedule's ranks, chunks or root make no sense for its collective.
+    """
+
+    def __init__(self, schedule: Schedule, owner: Owner | None = None) -> None:
         self.collective = schedule.collective
         n, chunks, root = schedule.world_size, schedule.chunks, schedule.root
         if self.collective not in COLLECTIVES:
@@ -182,7 +185,7 @@ def _joined(overwrites: list[Overwrite]) -> tuple[Overwrite, ...]:
 class _Run:
     """One chunk carried through all its moves. Node r < n is the part of rank r; the rest are sums, made once each."""
 
-    def __init__(self, schedule: Schedule, contract: _Contract, chunk: int, moves: list[Move]) -> None:
+    def __init__(self, schedule: Schedule, contract: Contract, chunk: int, moves: list[Move]) -> None:
         n = schedule.world_size
         self.schedule, self.contract, self.chunk = schedule, contract, chunk
         self.terms: list[tuple[int, ...]] = [()] * n  # the nodes that a sum adds, in order

@@ -172,7 +172,7 @@ def _chain_reduce(n: int, s: float, segments: int = 8) -> Form:
 
 
 def _double_tree_broadcast(n: int, s: float, segments: int = 4) -> Form:
-    """An inner rank of one tree feeds two children and gets a segment of each tree at every step. Times: an estimate."""
+    """An inner rank of one tree feeds two children and gets a segment of each tree at every step. Time: an estimate."""
     if n == 1:
         return _form([], 0, 0, 0)
     steps = (n - 1).bit_length() + segments - 1
