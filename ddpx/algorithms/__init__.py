@@ -26,7 +26,7 @@ from ddpx.algorithms import (
     scatter_gather,
     tree,
 )
-from ddpx.algorithms.hierarchical import Nodes, compose, split_in_nodes
+from ddpx.algorithms.nodes import Nodes, compose, split_in_nodes
 from ddpx.schedule import Schedule
 
 
@@ -47,14 +47,14 @@ def hierarchical(
     Any other all-reduce: the same, after an all-reduce inside. `outer` is any all-reduce.
 
     Nodes are `local_size` consecutive ranks (8 by default; the last node takes what is left), or `nodes` of them, or
-    the lists of ranks in `nodes`; they may differ in size. Suits several ranks on each of several hosts.
+    the lists of ranks in `nodes`; they may differ in size. Suits several ranks on each of several hosts. With two
+    nodes of two ranks:
 
-        two nodes of two ranks
-        step  rank 0    rank 1    rank 2    rank 3
-           0  c0-1 = 0+1  c2-3 = 0+1  c0-1 = 2+3  c2-3 = 2+3
-           1  c1 += 2   c3 += 3   c0 += 0   c2 += 1
-           2  c0 = 2    c2 = 3    c1 = 0    c3 = 1
-           3  c2-3 = 1  c0-1 = 0  c2-3 = 3  c0-1 = 2
+        step  rank 0     rank 1     rank 2     rank 3
+           0  c0-1 += 1  c2-3 += 0  c0-1 += 3  c2-3 += 2
+           1  c1 += 2    c3 += 3    c0 += 0    c2 += 1
+           2  c0 = 2     c2 = 3     c1 = 0     c3 = 1
+           3  c2-3 = 1   c0-1 = 0   c2-3 = 3   c0-1 = 2
     """
     plain = [name for name in ALGORITHMS["all_reduce"] if name != "hierarchical"]
     usable = sorted({*plain, *(set(ALGORITHMS["reduce"]) & set(ALGORITHMS["broadcast"]))})

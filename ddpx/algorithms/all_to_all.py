@@ -34,9 +34,9 @@ def bruck(world_size: int) -> Schedule:
     ceil(log2 n) steps; each rank sends about half of its buffer at each. Suits the smallest chunks. Source: Bruck et
     al., 1997.
 
-        step  rank 0          rank 1          rank 2          rank 3
-           0  c12 = 3, c14 = 3  c1 = 0, c3 = 0  c4 = 1, c6 = 1  c9 = 2, c11 = 2
-           1  ...
+        step  rank 0            rank 1           rank 2           rank 3
+           0  c12 = 3, c14 = 3  c1 = 0, c3 = 0   c4 = 1, c6 = 1   c9 = 2, c11 = 2
+           1  c4 = 2, c8 = 2    c9 = 3, c13 = 3  c2 = 0, c14 = 0  c3 = 1, c7 = 1
     """
     n = world_size
     moves = []

@@ -6,12 +6,15 @@ from ddpx.schedule import Move, Schedule, interleave, remap, reverse
 
 
 def broadcast(world_size: int, root: int = 0, *, segments: int = 8) -> Schedule:
-    """n - 2 + segments steps; each rank but the last sends one buffer's worth. Suits large buffers on few ranks.
+    """Each rank passes segment after segment to the next.
 
-    step  rank 0  rank 1  rank 2   (two segments)
-       0  .       c0 = 0  .
-       1  .       c1 = 0  c0 = 1
-       2  .       .       c1 = 1
+    n - 2 + segments steps; each rank but the last sends one buffer's worth. Suits large buffers on few ranks. With two
+    segments:
+
+        step  rank 0  rank 1  rank 2
+           0  .       c0 = 0  .
+           1  .       c1 = 0  c0 = 1
+           2  .       .       c1 = 1
     """
     return interleave(_chain(world_size, root), segments)
 

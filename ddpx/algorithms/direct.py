@@ -14,9 +14,9 @@ def all_reduce(world_size: int) -> Schedule:
 
     2 steps of n-1 messages; each rank sends 2(n-1)/n of the buffer. Suits links that carry n-1 peers at once.
 
-        step  rank 0                  rank 1                  rank 2
-           0  c0 = 0+1+2              c1 = 0+1+2              c2 = 0+1+2
-           1  c1 = 1, c2 = 2          c0 = 0, c2 = 2          c0 = 0, c1 = 1
+        step  rank 0          rank 1          rank 2
+           0  c0 = 0+1+2      c1 = 0+1+2      c2 = 0+1+2
+           1  c1 = 1, c2 = 2  c0 = 0, c2 = 2  c0 = 0, c1 = 1
     """
     return then(reduce_scatter(world_size), all_gather(world_size))
 

@@ -21,11 +21,13 @@ def all_reduce(world_size: int, *, segments: int = 4) -> Schedule:
     """Reduce up both trees and broadcast down them, segment after segment.
 
     About 2 log2 n + segments steps; each rank sends at most 2 buffers' worth, as in a ring of many ranks. Suits middle
-    to large buffers on many ranks: latency log2 n, full bandwidth once there are many segments.
+    to large buffers on many ranks: latency log2 n, full bandwidth once there are many segments. With one segment:
 
-        step  rank 0            rank 1   rank 2              (one segment)
-           0  c0 = 0+2, c1 += 1 .        .
-           1  .                 c0 = ..
+        step  rank 0            rank 1   rank 2
+           0  .                 c1 += 2  c0 += 1
+           1  c1 += 1, c0 += 2  .        .
+           2  .                 c1 = 0   c0 = 0
+           3  .                 c0 = 2   c1 = 1
     """
     base = _both_trees(world_size, 0)
     return interleave(then(reverse(base), base), segments)

@@ -18,9 +18,9 @@ def all_reduce(world_size: int) -> Schedule:
     the last power of two, a rank first adds its buffer to a partner's and at the end copies the result: 2 more steps.
     Every step reads what it overwrites. Partners add in the same order, so their bits agree.
 
-        step  rank 0     rank 1     rank 2     rank 3
-           0  c0 += 1    c0 += 0    c0 += 3    c0 += 2
-           1  c0 += 2    c0 += 3    c0 += 0    c0 += 1
+        step  rank 0   rank 1   rank 2   rank 3
+           0  c0 += 1  c0 += 0  c0 += 3  c0 += 2
+           1  c0 += 2  c0 += 3  c0 += 0  c0 += 1
     """
     core = _power_of_two(world_size)
     moves = []
@@ -93,9 +93,9 @@ def circulant_all_gather(world_size: int) -> Schedule:
     ceil(log2 n) steps; each rank sends (n-1)/n of the gathered buffer: the least of both, for any n. All ranks do the
     same at every step.
 
-        step  rank 0        rank 1        rank 2
-           0  c1 = 1        c2 = 2        c0 = 0
-           1  c2 = 2        c0 = 0        c1 = 1
+        step  rank 0  rank 1  rank 2
+           0  c1 = 1  c2 = 2  c0 = 0
+           1  c2 = 2  c0 = 0  c1 = 1
     """
     n = world_size
     moves = []
@@ -110,11 +110,13 @@ def circulant_all_gather(world_size: int) -> Schedule:
 
 
 def circulant_reduce_scatter(world_size: int) -> Schedule:
-    """Bruck's all-gather backwards: ceil(log2 n) steps, (n-1)/n of the buffer sent per rank, for any n.
+    """Bruck's all-gather backwards: a rank takes in half of what it still lacks at every step.
 
-    step  rank 0        rank 1        rank 2
-       0  c0 += 1       c1 += 2       c2 += 0
-       1  c0 += 2       c1 += 0       c2 += 1
+    ceil(log2 n) steps; each rank sends (n-1)/n of the buffer: the least of both, for any n.
+
+        step  rank 0   rank 1   rank 2
+           0  c0 += 1  c1 += 2  c2 += 0
+           1  c0 += 2  c1 += 0  c2 += 1
     """
     return reverse(circulant_all_gather(world_size))
 

@@ -1,4 +1,4 @@
-"""An all-reduce in three parts for ranks that share hosts: inside each node, between nodes, inside again.
+"""Hierarchical: an all-reduce in three parts for ranks that share hosts: inside each node, between nodes, inside again.
 
 Links inside a node are fast and many, those between nodes slow and few; a flat algorithm runs at the pace of the
 slowest link at every step. Here only reduced data crosses between nodes.
