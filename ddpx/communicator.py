@@ -122,6 +122,7 @@ class Communicator:
             # The thread sits in a wait that can't be interrupted; it ends by itself when its peers' connections close.
             self.stream.close()
             self.stream = ThreadStream()
+        self.transport.disconnect()
 
     def close(self) -> None:
         self.stream.close()

@@ -10,12 +10,13 @@ import itertools
 import os
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpx.errors import DeadlineExceeded, PeerFailed
+from ddpx.errors import DeadlineExceeded, PeerFailed, PeerLost
 
 DEFAULT_TIMEOUT_S = 1800.0
 
@@ -38,6 +39,7 @@ class Group:
             self.rank, self.world_size, self.ranks = 0, 1, [0]
             self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
             return
+        self.is_dead: Callable[[int], bool] | None = None  # set by a transport that can tell
         self.process_group = process_group or dist.group.WORLD
         self.rank = dist.get_rank(self.process_group)
         if self.rank < 0:
@@ -55,6 +57,10 @@ class Group:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
 
+    def store(self, prefix: str) -> dist.Store:
+        """A part of the board for somebody else's keys."""
+        return dist.PrefixStore(prefix, self._store)
+
     def gather(self, topic: str, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective: all ranks call it with the same `topic`, in the same order.
 
@@ -68,7 +74,7 @@ class Group:
         deadline = time.monotonic() + self.timeout_s
         pause_s = 0.0002
         while not self._store.check(keys):
-            self.raise_if_announced()
+            self._raise_if_hopeless(topic, keys)
             if time.monotonic() > deadline:
                 absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise DeadlineExceeded(
@@ -100,10 +106,15 @@ class Group:
             return None
         return self._store.get(key).decode()
 
-    def raise_if_announced(self) -> None:
+    def _raise_if_hopeless(self, topic: str, keys: list[str]) -> None:
         message = self.announced()
         if message is not None:
             raise PeerFailed(message)
+        if self.is_dead is None:
+            return
+        for rank, key in enumerate(keys):
+            if self.is_dead(rank) and not self._store.check([key]):
+                raise PeerLost(f"rank {rank} is gone: its process ended while rank {self.rank} waited at '{topic}'.")
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:

@@ -128,6 +128,8 @@ class Reducer:
         self._divisor = communicator.group.world_size
         self._round: Round | None = None
         self._rehearsed = False
+        order = communicator.empty(len(self.slots), torch.int32)
+        self._order = (order, communicator.plan_broadcast(order))
         self._used: tuple[Tensor, Plan] | None = None
         if find_unused and self._divisor > 1:
             used = communicator.empty(len(self.slots), torch.int32)
@@ -361,7 +363,7 @@ class Reducer:
         """Arenas and buckets in the order gradients arrived at rank 0. A collective."""
         seen = set(arrivals)
         order = [*arrivals, *(slot.index for slot in reversed(self.slots) if slot.index not in seen)]
-        order = self.communicator.group.gather("arrival order", order)[0]
+        order = self._as_rank_0(order)
         items = [
             Item(slot.name, _wire_numel(slot.param), _wire(slot.param).itemsize, str(slot.param.dtype))
             for slot in self.slots
@@ -370,6 +372,12 @@ class Reducer:
             items, order, self._bucket_bytes, self._first_bucket_bytes, self.policy.one_per_parameter
         )
         self._bind(layout)
+
+    def _as_rank_0(self, order: list[int]) -> list[int]:
+        flat, plan = self._order
+        flat.copy_(torch.tensor(order))
+        self.communicator.wait(self.communicator.start(plan.run))
+        return flat.tolist()
 
     def _bind(self, layout: Layout) -> None:
         arenas = {}

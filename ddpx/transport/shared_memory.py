@@ -174,6 +174,7 @@ class SharedMemory:
             for peer, pid in enumerate(group.gather("process ids", os.getpid()))
             if peer != self.rank
         }
+        group.is_dead = self._is_dead
 
     def _share(self, what: str, own: Segment, host: str = "", token: bytes = b"") -> list[Segment]:
         """Everyone's segment, in rank order, or Error on all ranks alike."""
@@ -246,6 +247,9 @@ class SharedMemory:
             if page.failed_epoch == epoch + 1:
                 raise PeerFailed(page.text)
 
+    def disconnect(self) -> None:
+        """Nothing to close: the next epoch's clock leaves this one behind."""
+
     # The clock
 
     def publish(self, clock: int) -> None:
@@ -300,7 +304,7 @@ class SharedMemory:
             raise Mismatch(header_mismatch(self.rank, mine, peer, theirs))
 
     def _is_dead(self, peer: int) -> bool:
-        if peer == self.rank:
+        if peer not in self._pidfds:
             return False
         poller = select.poll()
         poller.register(self._pidfds[peer], select.POLLIN)
