@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpx.trace.intervals import Interval, join, subtract, union
+from ddpx.trace.intervals import Interval, subtract, union
 from ddpx.trace.read import TraceError, TraceFile, args_of, decode
 
 SAMPLED_FROM_NS = 20_000  # operators shorter than this say little about slowdown
@@ -526,9 +526,7 @@ def _collective(recording: Recording, name: bytes, start: int, end: int, args: d
     )
 
 
-def _add_collectives(
-    recording: Recording, host: list[HostComm], device: list[DeviceComm], step_thread: bytes
-) -> None:
+def _add_collectives(recording: Recording, host: list[HostComm], device: list[DeviceComm], step_thread: bytes) -> None:
     """Decide which communication events stand for themselves, and note the time and threads they take."""
     ours = any("ddpx_bucket" in event.args for event in host)
     if ours:  # the sends and receives inside our collectives are not collectives
@@ -579,17 +577,17 @@ def _device_collectives(recording: Recording, host: list[HostComm], device: list
         collective.launch = twin.start if twin else None
         collective.where = f"stream {event.stream[1].decode()}"
         recording.collectives.append(collective)
-    for event in host:  # ddpx annotations that threw no shadow: find what their thread launched meanwhile
-        if "ddpx_bucket" in event.args and id(event) not in shadowed:
-            found = _launched_within(recording, event)
+    for ours in host:  # ddpx annotations that threw no shadow: find what their thread launched meanwhile
+        if "ddpx_bucket" in ours.args and id(ours) not in shadowed:
+            found = _launched_within(recording, ours)
             if found:
-                shadowed.add(id(event))
+                shadowed.add(id(ours))
                 for key, lo, hi in found:
                     spans.setdefault(key, []).append((lo, hi))
                 collective = _collective(
-                    recording, event.name, min(row[1] for row in found), max(row[2] for row in found), event.args
+                    recording, ours.name, min(row[1] for row in found), max(row[2] for row in found), ours.args
                 )
-                collective.launch = event.start
+                collective.launch = ours.start
                 collective.where = f"stream {found[0][0][1].decode()}"
                 recording.collectives.append(collective)
     recording.comm_spans = {key: union(rows) for key, rows in spans.items()}

@@ -26,7 +26,7 @@ class TraceError(Exception):
 
 
 class Event(NamedTuple):
-    """One complete ("ph": "X") event, as bytes still encoded as in JSON; times in nanoseconds since the trace's base."""
+    """One complete ("ph": "X") event, as bytes still encoded as in JSON; times in ns since the trace's base."""
 
     category: bytes
     name: bytes
@@ -168,7 +168,7 @@ class TraceFile:
                 raise self._not_a_trace(f"no list of events in the first {LARGEST_VALUE >> 20} MiB")
 
     def _read_pairs(self, at: int) -> int | None:
-        """Parse `"key": value` pairs from `at`; the place after `"traceEvents": [`, or None if the buffer ends first."""
+        """Parse `"key": value` pairs; returns the place after `"traceEvents": [`, None if the buffer ends first."""
         text = self._buffer.decode("latin-1")  # one character a byte, so that positions agree
         decoder = json.JSONDecoder(strict=False)
         try:
