@@ -155,7 +155,7 @@ def _not_overlapped(run: RunReport, step_ms: float) -> list[Advice]:
     best = run.mean("ideal_ms")
     return [
         Advice(
-            f"{1 - overlap:.0%} of communication ({exposed:.1f} ms a step) runs while nothing computes, beside "
+            f"{100 - 100 * overlap:.0f} % of communication ({exposed:.1f} ms a step) runs while nothing computes, beside "
             f"{room:.1f} ms of computation with none; hidden as far as possible, a step would take {best:.1f} ms "
             f"instead of {step_ms:.1f}",
             "launch buckets during backward (mode overlapped)",
@@ -193,7 +193,7 @@ def _idle(run: RunReport, step_ms: float) -> list[Advice]:
     if loading >= 0.02 * step_ms:
         found.append(
             Advice(
-                f"{loading:.1f} ms a step ({loading / step_ms:.0%}) go by waiting for the data loader",
+                f"{loading:.1f} ms a step ({100 * loading / step_ms:.0f} %) go by waiting for the data loader",
                 "DataLoader(num_workers=…, prefetch_factor=…)",
                 loading,
                 None,
@@ -202,7 +202,7 @@ def _idle(run: RunReport, step_ms: float) -> list[Advice]:
     if host >= 0.1 * step_ms:
         what = "the GPU idles because the host has launched nothing" if gpu else "no operator runs: Python in between"
         change = "torch.compile or CUDA graphs, or a larger batch" if gpu else "torch.compile, or a larger batch"
-        found.append(Advice(f"{host:.1f} ms a step ({host / step_ms:.0%}) {what}", change, host, None))
+        found.append(Advice(f"{host:.1f} ms a step ({100 * host / step_ms:.0f} %) {what}", change, host, None))
     measured = [rank for rank in run.ranks if rank.slowdown is not None and rank.slowdown_ms is not None]
     if measured:
         ratio = fmean(rank.slowdown for rank in measured if rank.slowdown is not None)

@@ -14,7 +14,7 @@ CLASS_WORDS = {
     "compute": "computing only",
     "hidden": "computing, communication hidden under it",
     "exposed": "waiting for communication",
-    "peer": "waiting for a late rank",
+    "peer": "waiting for a peer",
     "gap": "nothing runs",
 }
 COLOURS = {

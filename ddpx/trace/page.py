@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from ddpx.trace.advise import advise, size_text
-from ddpx.trace.analyse import METRICS, Difference, Placed, RankReport, RunReport
+from ddpx.trace.analyse import Difference, Placed, RankReport, RunReport
 from ddpx.trace.draw import CLASS_WORDS, CLASSES, COLOURS, DRAWN_RANKS, drawn_steps, make_up, step_lanes
 from ddpx.trace.intervals import Interval, total
 from ddpx.trace.report import (
@@ -33,7 +33,7 @@ from ddpx.trace.report import (
 )
 
 WIDTH, LABELS = 1160, 132  # of the timeline, in CSS pixels at full width; LABELS is the column left of it
-LANE, BARS_HEIGHT = 20, 26
+LANE, BARS_HEIGHT = 26, 26
 
 
 def page(runs: list[RunReport], pairs: list[tuple[RunReport, RunReport, list[Difference]]]) -> str:
@@ -52,8 +52,9 @@ def page(runs: list[RunReport], pairs: list[tuple[RunReport, RunReport, list[Dif
     body = [
         f"<header><h1>Where the time of a training step goes: {escape(names)}</h1>"
         '<button id="theme" type="button">light / dark</button></header>',
-        _legend(runs),
+        *(f'<p class="headline">{escape(_told(run, runs))}</p>' for run in runs),
         _bars(runs),
+        _legend(runs),
     ]
     body += [_difference(*pair) for pair in pairs]
     data = []
@@ -68,6 +69,10 @@ def page(runs: list[RunReport], pairs: list[tuple[RunReport, RunReport, list[Dif
         f"<body><main>{''.join(body)}</main>\n"
         f"<script>const RUNS={_script_json(data)};\n{SCRIPT}</script></body></html>\n"
     )
+
+
+def _told(run: RunReport, runs: list[RunReport]) -> str:
+    return headline(run) if len(runs) == 1 else f"{run.name}: {headline(run)}"
 
 
 def _script_json(data: object) -> str:
@@ -101,7 +106,7 @@ def _bars(runs: list[RunReport]) -> str:
             )
             if width > 40:
                 out.append(
-                    f'<text class="on" x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{ms:.1f}</text>'
+                    f'<text class="on {name}" x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{ms:.1f}</text>'
                 )
             x += width
         out.append(f'<text x="{x + 8:.1f}" y="{y + 18}">{x and sum(make_up(run, [rank]).values()):.1f} ms</text>')
@@ -121,7 +126,6 @@ def _run(run: RunReport, index: int, several: bool) -> tuple[str, dict[str, obje
     parts = [f"<section><h2>{escape(run.name)}</h2>" if several else "<section>"]
     parts.append(f'<p class="subject">{escape(subject(run))}</p>')
     parts += [f'<p class="problem"><b>Not reported:</b> {escape(problem)}</p>' for problem in run.problems]
-    parts.append(f'<p class="headline">{escape(headline(run))}</p>')
     overlap, hideable = run.ratio("overlap"), run.ratio("hideable")
     if overlap is not None and not run.blind:
         without = f" ({percent(hideable)} without each step's last collective)" if hideable is not None else ""
@@ -136,7 +140,10 @@ def _run(run: RunReport, index: int, several: bool) -> tuple[str, dict[str, obje
         causes = "; ".join(f"{words} {ms:.2f} ms" for words, ms in idle_causes(run))
         parts.append(f"<p>Time without computation, a step: {escape(causes)}.</p>")
     if found := advise(run):
-        items = "".join(f"<li>{escape(one.sentence)}.<br><code>{escape(one.change)}</code></li>" for one in found)
+        items = "".join(
+            f"<li>{escape(one.sentence[0].upper() + one.sentence[1:])}.<br><code>{escape(one.change)}</code></li>"
+            for one in found
+        )
         parts.append(f"<h3>What to change</h3><ol class='advice'>{items}</ol>")
     picture, data = _timeline(run, index)
     parts.append(picture)
@@ -189,12 +196,12 @@ def _timeline(run: RunReport, index: int) -> tuple[str, dict[str, object]]:
     svg: list[str] = []
     labels: list[str] = []
     data_ranks: list[dict[str, object]] = []
-    y = 24.0
+    y = 28.0
     begin, end = 1e18, 0.0
     for rank, shift in zip(ranks, shifts, strict=True):
         steps = per_rank[rank.rank][:keep]
-        numbers = {step.number for step in steps}
-        items = [item for item in rank.collectives if item.step in numbers]
+        shown = {step.number for step in steps}
+        items = [item for item in rank.collectives if item.step in shown]
         rows = _rows_of(items)
         comm_height = LANE * (1 + max(rows, default=0) * 0.6)
         row_height = comm_height / (1 + max(rows, default=0))
@@ -242,10 +249,17 @@ def _timeline(run: RunReport, index: int) -> tuple[str, dict[str, object]]:
     if alignment:
         told.append(alignment)
     jump = "".join(f'<button type="button" data-step="{i}">step {number}</button>' for i, number in enumerate(numbers))
+    first = per_rank[ranks[0].rank][:keep]
+    scale = (WIDTH - LABELS) / max(end - begin, 1)
+    names = [
+        f'<text x="{LABELS + ((step.start + shifts[0]) / 1e3 - begin) * scale + 5:.1f}" y="15">step {step.number}</text>'
+        for step in first
+        if (step.end - step.start) / 1e3 * scale > 46
+    ]
     view = f"{begin:.1f} 0 {max(end - begin, 1):.1f} {height:g}"
     picture = (
         "<h3>When it runs</h3>"
-        f'<p class="how">{escape("; ".join(told))}. Point at anything to read it. Drag across a stretch to zoom in, '
+        f'<p class="how">{escape("; ".join(told))}. A thin bar is time in which nothing runs. Point at anything to read it; drag across a stretch to zoom in, '
         "double-click to see all.</p>"
         f'<div class="tools" data-run="{index}"><button type="button" data-zoom="0.5">zoom in</button>'
         f'<button type="button" data-zoom="2">zoom out</button><button type="button" data-pan="-0.5">←</button>'
@@ -254,9 +268,8 @@ def _timeline(run: RunReport, index: int) -> tuple[str, dict[str, object]]:
         f'aria-label="Timeline of {escape(run.name)}">{"".join(labels)}'
         f'<svg class="data" x="{LABELS}" y="0" width="{WIDTH - LABELS}" height="{height:g}" viewBox="{view}" '
         f'preserveAspectRatio="none">{"".join(svg)}<rect class="select" y="0" height="{bottom:g}" width="0"/></svg>'
-        f'<g class="ticks">{_ticks(begin, end, bottom)}</g></svg>'
+        f'<g class="ticks">{_ticks(begin, end, bottom)}{"".join(names)}</g></svg>'
     )
-    first = per_rank[ranks[0].rank][:keep]
     data: dict[str, object] = {
         "begin": round(begin, 1),
         "end": round(end, 1),
@@ -295,7 +308,7 @@ def _rank_data(
         told = [f"{name}" + (f" of {size_text(event.size)}" if event.size else "")]
         told.append(f"{item.duration / 1e6:.3f} ms, {total(item.exposed) / 1e6:.3f} of it exposed")
         if item.wait is not None:
-            told.append(f"{item.wait / 1e6:.3f} ms waiting for a late rank, {(item.transfer or 0) / 1e6:.3f} transfer")
+            told.append(f"{item.wait / 1e6:.3f} ms waiting for a peer, {(item.transfer or 0) / 1e6:.3f} transfer")
         comm.append([(event.start + shift) // 1000, (event.end + shift) // 1000, row, told])
     compute: list[int] = []
     for step in drawn_steps(rank):
@@ -388,7 +401,7 @@ def _collectives(run: RunReport) -> str:
         "Means over steps and ranks, ms. algbw = bytes / time; busbw counts what crosses each link, as nccl-tests does."
     )
     if not known:
-        note += " Times include waiting for late ranks: these traces don't allow telling it apart."
+        note += " Times include waiting for peers: these traces don't allow telling it apart."
     if len(run.rows) > len(rows):
         note += f" The {len(rows)} most exposed of {len(run.rows)}."
     split = ["transfer", "waiting"] if known else []
@@ -506,7 +519,7 @@ p{margin:6px 0;max-width:100ch}.headline{font-size:17px;font-weight:600}.subject
 .legend{display:flex;flex-wrap:wrap;gap:6px 22px;list-style:none;padding:0;margin:10px 0}
 .legend i{display:inline-block;width:14px;height:14px;border-radius:3px;margin-right:7px;vertical-align:-2px}
 svg{display:block;width:100%;height:auto;font:13px system-ui,sans-serif}svg text{fill:var(--ink)}
-svg svg{width:auto}.bars .on{fill:var(--on)}
+svg svg{width:auto}.bars .on{fill:var(--on)}.bars .on.gap{fill:#14181d}
 .timeline{cursor:crosshair;user-select:none;touch-action:pan-y;border:1px solid var(--line);border-radius:6px}
 .timeline .edge{stroke:var(--soft);stroke-dasharray:3 3;vector-effect:non-scaling-stroke}
 .timeline .ticks path{stroke:var(--soft)}.timeline .ticks text{fill:var(--soft);font-size:12px}
@@ -545,7 +558,11 @@ RUNS.forEach((run,index)=>{
     for(let i=Math.ceil((lo-run.begin)/step);run.begin+i*step<=hi;i++){
       const x=LABELS+(run.begin+i*step-lo)/span*(WIDTH-LABELS);
       const text=+(i*step/1000).toPrecision(9);
-      out+=`<path d="M${x} ${run.bottom}v5"/><text x="${x}" y="${run.bottom+19}" text-anchor="middle">${text}${out?'':' ms'}</text>`}
+      out+=`<path d="M${x} ${run.bottom}v5"/>`+
+        `<text x="${x}" y="${run.bottom+19}" text-anchor="middle">${text}${out?'':' ms'}</text>`}
+    for(const[a,b,number]of run.steps){
+      const left=Math.max(a,lo),shown=(Math.min(b,hi)-left)/span*(WIDTH-LABELS);
+      if(shown>46)out+=`<text x="${LABELS+(left-lo)/span*(WIDTH-LABELS)+5}" y="15">step ${number}</text>`}
     ticks.innerHTML=out};
   const time=event=>{
     const box=svg.getBoundingClientRect(),x=(event.clientX-box.left)/box.width*WIDTH;

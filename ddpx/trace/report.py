@@ -55,7 +55,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 def bandwidth(bytes_per_s: float | None) -> str:
     """GB/s = 10^9 bytes a second, with three digits."""
-    return "n/a" if bytes_per_s is None else f"{bytes_per_s / 1e9:.3g}"
+    return "n/a" if bytes_per_s is None else f"{bytes_per_s / 1e9:#.3g}"
 
 
 def milliseconds(ms: float | None) -> str:
@@ -72,8 +72,8 @@ def headline(run: RunReport) -> str:
     step, exposed, gap = run.mean("step_ms"), run.mean("exposed_ms"), run.mean("gap_ms")
     compute = run.mean("compute_ms")
     return (
-        f"A step takes {step:.1f} ms: {compute:.1f} ms ({compute / step:.0%}) computing, {exposed:.1f} ms "
-        f"({exposed / step:.0%}) waiting for communication, {gap:.1f} ms ({gap / step:.0%}) with nothing running."
+        f"A step takes {step:.1f} ms: {compute:.1f} ms ({percent(compute / step, 0)}) computing, {exposed:.1f} ms "
+        f"({percent(exposed / step, 0)}) waiting for communication, {gap:.1f} ms ({percent(gap / step, 0)}) with nothing running."
     )
 
 
@@ -108,7 +108,7 @@ def hole_text(hole: Hole) -> str:
     """Its causes in words, with shares where more than one matters."""
     ranked = sorted(hole.parts.items(), key=lambda part: -part[1])
     named = [(CAUSE_WORDS[cause], ns / hole.length) for cause, ns in ranked if ns >= 0.05 * hole.length]
-    return ", ".join(words if len(named) == 1 else f"{words} {share:.0%}" for words, share in named)
+    return ", ".join(words if len(named) == 1 else f"{words} {percent(share, 0)}" for words, share in named)
 
 
 def between(hole: Hole) -> str:
