@@ -155,9 +155,9 @@ def _not_overlapped(run: RunReport, step_ms: float) -> list[Advice]:
     best = run.mean("ideal_ms")
     return [
         Advice(
-            f"{100 - 100 * overlap:.0f} % of communication ({exposed:.1f} ms a step) runs while nothing computes, beside "
-            f"{room:.1f} ms of computation with none; hidden as far as possible, a step would take {best:.1f} ms "
-            f"instead of {step_ms:.1f}",
+            f"{100 - 100 * overlap:.0f} % of communication ({exposed:.1f} ms a step) runs while nothing computes, "
+            f"beside {room:.1f} ms of computation with none; hidden as far as possible, a step would take "
+            f"{best:.1f} ms instead of {step_ms:.1f}",
             "launch buckets during backward (mode overlapped)",
             step_ms - best,
             None,

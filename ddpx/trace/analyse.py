@@ -233,6 +233,7 @@ METRICS: dict[str, Callable[[StepReport], float]] = {
     "compute_ms": lambda step: (step.split.compute_only + step.split.overlapped) / 1e6,
     "comm_ms": lambda step: (step.split.overlapped + step.split.exposed) / 1e6,
     "ideal_ms": lambda step: _ideal(step.split) / 1e6,
+    "idle_ms": lambda step: (step.split.exposed + step.split.gap) / 1e6,
     **{f"idle_{cause.replace(' ', '_')}_ms": _idle_metric(cause) for cause in CAUSES},
 }
 

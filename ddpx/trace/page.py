@@ -14,9 +14,8 @@ from pathlib import Path
 from ddpx.trace.advise import advise, size_text
 from ddpx.trace.analyse import Difference, Placed, RankReport, RunReport
 from ddpx.trace.draw import CLASS_WORDS, CLASSES, COLOURS, DRAWN_RANKS, drawn_steps, make_up, step_lanes
-from ddpx.trace.intervals import Interval, total
+from ddpx.trace.intervals import Interval, subtract, total
 from ddpx.trace.report import (
-    METRIC_WORDS,
     SHOWN_ROWS,
     bandwidth,
     between,
@@ -24,6 +23,7 @@ from ddpx.trace.report import (
     hole_text,
     idle_causes,
     longest_holes,
+    metric_words,
     milliseconds,
     overlap_of,
     part,
@@ -223,17 +223,14 @@ def _timeline(run: RunReport, index: int) -> tuple[str, dict[str, object]]:
         for item, row in zip(items, rows, strict=True):
             at = comm_y + row * row_height
             event = item.event
-            svg.append(
-                f'<path fill="var(--hidden)" d="{_path([(event.start, event.end)], shift, at, row_height - 1)}"/>'
-            )
             late = event.start + (item.wait or 0)
             exposed = _merged(item.exposed, (event.end - event.start) // 400)
             waiting = [(lo, min(hi, late)) for lo, hi in exposed if lo < late]
+            hidden = subtract([(event.start, event.end)], exposed) if event.end > event.start else []
             moving = [(max(lo, late), hi) for lo, hi in exposed if hi > late]
-            svg.append(
-                f'<path fill="var(--exposed)" d="{_path(moving, shift, at, row_height - 1)}"/>' if moving else ""
-            )
-            svg.append(f'<path fill="var(--peer)" d="{_path(waiting, shift, at, row_height - 1)}"/>' if waiting else "")
+            for name, some in (("hidden", hidden), ("exposed", moving), ("peer", waiting)):
+                if some:
+                    svg.append(f'<path fill="var(--{name})" d="{_path(some, shift, at, row_height - 1)}"/>')
         data_ranks.append(_rank_data(rank, steps, items, rows, shift, (y, comm_y, comm_height, row_height)))
         y = comm_y + comm_height + 16
     bottom = y - 8
@@ -252,14 +249,16 @@ def _timeline(run: RunReport, index: int) -> tuple[str, dict[str, object]]:
     first = per_rank[ranks[0].rank][:keep]
     scale = (WIDTH - LABELS) / max(end - begin, 1)
     names = [
-        f'<text x="{LABELS + ((step.start + shifts[0]) / 1e3 - begin) * scale + 5:.1f}" y="15">step {step.number}</text>'
+        f'<text x="{x + 5:.1f}" y="15">step {step.number}</text>'
         for step in first
+        for x in [LABELS + ((step.start + shifts[0]) / 1e3 - begin) * scale]
         if (step.end - step.start) / 1e3 * scale > 46
     ]
     view = f"{begin:.1f} 0 {max(end - begin, 1):.1f} {height:g}"
     picture = (
         "<h3>When it runs</h3>"
-        f'<p class="how">{escape("; ".join(told))}. A thin bar is time in which nothing runs. Point at anything to read it; drag across a stretch to zoom in, '
+        f'<p class="how">{escape("; ".join(told))}. A thin bar is time in which nothing runs. Point at '
+        "anything to read it; drag across a stretch to zoom in, "
         "double-click to see all.</p>"
         f'<div class="tools" data-run="{index}"><button type="button" data-zoom="0.5">zoom in</button>'
         f'<button type="button" data-zoom="2">zoom out</button><button type="button" data-pan="-0.5">←</button>'
@@ -484,10 +483,9 @@ def _difference(before: RunReport, after: RunReport, differences: list[Differenc
     for one in differences:
         if one.metric.startswith("idle_") and max(one.before, one.after) < 0.005:
             continue
-        words = METRIC_WORDS.get(one.metric) or "without computation: " + one.metric[5:-3].replace("_", " ")
         rows.append(
             [
-                words,
+                metric_words(one.metric),
                 f"{one.before:.2f}",
                 f"{one.after:.2f}",
                 f"{one.delta:+.2f}",

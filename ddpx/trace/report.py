@@ -31,8 +31,16 @@ METRIC_WORDS = {
     "gap_ms": "gap",
     "compute_ms": "all compute",
     "comm_ms": "all communication",
+    "idle_ms": "without computation",
     "ideal_ms": "step if all that fits were hidden",
 }
+
+
+def metric_words(metric: str) -> str:
+    """A metric's name for readers."""
+    if metric not in METRIC_WORDS:
+        return "  of it " + CAUSE_WORDS[metric[5:-3].replace("_", " ")]
+    return METRIC_WORDS[metric]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -72,8 +80,9 @@ def headline(run: RunReport) -> str:
     step, exposed, gap = run.mean("step_ms"), run.mean("exposed_ms"), run.mean("gap_ms")
     compute = run.mean("compute_ms")
     return (
-        f"A step takes {step:.1f} ms: {compute:.1f} ms ({percent(compute / step, 0)}) computing, {exposed:.1f} ms "
-        f"({percent(exposed / step, 0)}) waiting for communication, {gap:.1f} ms ({percent(gap / step, 0)}) with nothing running."
+        f"A step takes {step:.1f} ms: {compute:.1f} ms ({percent(compute / step, 0)}) computing, "
+        f"{exposed:.1f} ms ({percent(exposed / step, 0)}) waiting for communication, "
+        f"{gap:.1f} ms ({percent(gap / step, 0)}) with nothing running."
     )
 
 
@@ -266,7 +275,7 @@ def difference_text(before: RunReport, after: RunReport, differences: list[Diffe
     for one in differences:
         if one.metric.startswith("idle_") and max(one.before, one.after) < 0.005:
             continue
-        words = METRIC_WORDS.get(one.metric) or "  " + one.metric[5:-3].replace("_", " ")
+        words = metric_words(one.metric)
         sure = {None: "one step: no spread", True: "", False: "within noise"}[one.is_clear]
         relative = f"{one.delta / one.before:+.0%}" if one.before > 0.005 else "n/a"
         error = "n/a" if one.error is None else f"{2 * one.error:.2f}"
