@@ -1,8 +1,8 @@
 """Where each gradient lies: parameters in an arena, arenas cut in buckets of a fixed size.
 
-`plan_buckets` is pure: names, sizes and types in, a `Layout` out, the same on every rank. Gradients of one dtype lie in one
-arena in the order they are expected to arrive; buckets are slices of it, whatever parameters they cut through. The first
-bucket is small, so that communication starts early; the last is small, since nothing is left to hide it.
+`plan_buckets` is pure: names, sizes and types in, a `Layout` out, the same on every rank. Gradients of one dtype lie in
+one arena in the order they are expected to arrive; buckets are slices of it, whatever parameters they cut through. The
+first bucket is small, so that communication starts early; the last is small, since nothing is left to hide it.
 """
 
 from __future__ import annotations

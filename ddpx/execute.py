@@ -1,8 +1,7 @@
 """A schedule bound to a buffer and a transport becomes a plan: views cut, waits known, nothing left to decide.
 
-`compile_plan(schedule, transport, flat)` is called once a bucket; `Plan.run()` once a step, by one thread at a time, with
-plans in the same order on every rank. Reductions add in the order the schedule lists, in blocks that stay in the
-second-level cache; bf16 and fp16 add in fp32 and round once.
+`compile_plan(schedule, transport, flat)` is called once a bucket; `Plan.run()` once a step, by one thread at a time,
+with plans in the same order on every rank.
 """
 
 import time
@@ -12,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from ddpx import native
+from ddpx.operations import HALVES, OPERATIONS, Copy, Hold, Operation, Publish, Wait, action, compute
 from ddpx.program import (
     READY,
     busiest_end,
@@ -22,21 +23,17 @@ from ddpx.program import (
 from ddpx.schedule import Move, Schedule, chunk_bounds
 from ddpx.transport import Link, MappedTransport, MessageTransport, Transport
 
-BLOCK_BYTES = 256 << 10
-HALVES = (torch.bfloat16, torch.float16)
-OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-
 
 class Plan(Protocol):
     """One all-reduce (or other collective) of one buffer, ready to run any number of times."""
 
-    peer_wait_s: float  # of the last run: seconds spent waiting for peers
-    last_peer: int  # the peer that the longest of these waits was for
+    @property
+    def peer_wait_s(self) -> float:
+        """Seconds of the last run spent waiting for peers."""
+
+    @property
+    def last_peer(self) -> int:
+        """The peer that the longest of these waits was for; this rank where it waited for nobody."""
 
     def run(self) -> None: ...
 
@@ -48,6 +45,7 @@ def compile_plan(
     operation: str = "sum",
     link: Link | None = None,
     places: Sequence[tuple[int, int]] | None = None,  # [begin, end) of each chunk in `flat`; default chunk_bounds
+    compiled: bool = True,  # use the compiled interpreter where it was built and knows all operations
 ) -> Plan:
     """The plan of this rank. On a mapped transport a half-precision ring allocates, and then this is a collective."""
     if schedule.world_size != transport.world_size:
@@ -58,9 +56,11 @@ def compile_plan(
     if flat.dtype in HALVES and schedule.world_size > 2 and partial_sums_travel(schedule):
         # Partial sums travel in fp32, so that each result is rounded once whatever the number of ranks.
         wide = transport.empty(flat.numel(), torch.float32, flat.device)
-        return _WidenedPlan(flat, wide, compile_plan(schedule, transport, wide, operation, link, bounds))
+        return _WidenedPlan(flat, wide, compile_plan(schedule, transport, wide, operation, link, bounds, compiled))
     if isinstance(transport, MappedTransport):
-        return _MappedPlan(schedule, transport, flat, operation, link, bounds)
+        operations, ticks = bind_mapped(schedule, transport, flat, operation, link, bounds)
+        plan = native.compile_operations(transport, operations, ticks) if compiled else None
+        return plan or _MappedPlan(transport, operations, ticks)
     return _MessagePlan(schedule, transport, flat, operation, link, bounds)
 
 
@@ -85,152 +85,84 @@ def _hold_s(
     }
 
 
-# ---- Reduction in blocks ---------------------------------------------------------------------------------------------
-
-
-class _Sum:
-    """out = sources[0] + sources[1] + ..., in that order; `out` may be one of the sources. Views are cut once."""
-
-    def __init__(self, out: torch.Tensor, sources: Sequence[torch.Tensor], operation: str) -> None:
-        self._combine = OPERATIONS[operation]
-        numel, dtype = out.numel(), out.dtype
-        self._wide = dtype in HALVES
-        block = max(1, BLOCK_BYTES // (4 if self._wide else out.element_size()))
-        length = min(block, numel)
-        accumulator_dtype = torch.float32 if self._wide else dtype
-        needs_accumulator = self._wide or len(sources) > 2
-        accumulator = torch.empty(length if needs_accumulator else 0, dtype=accumulator_dtype, device=out.device)
-        operand = torch.empty(length if self._wide else 0, dtype=torch.float32, device=out.device)
-        self._blocks = []
-        for begin in range(0, numel, block):
-            end = min(begin + block, numel)
-            views = [source[begin:end] for source in sources]
-            self._blocks.append((out[begin:end], views, accumulator[: end - begin], operand[: end - begin]))
-
-    def __call__(self) -> None:
-        combine = self._combine
-        if self._wide:
-            for out, views, accumulator, operand in self._blocks:
-                accumulator.copy_(views[0])
-                for view in views[1:]:
-                    operand.copy_(view)  # a mixed-dtype add is 20 times slower than converting first
-                    combine(accumulator, operand, out=accumulator)
-                out.copy_(accumulator)
-            return
-        for out, views, accumulator, _ in self._blocks:
-            if len(views) == 2:
-                combine(views[0], views[1], out=out)
-                continue
-            combine(views[0], views[1], out=accumulator)
-            for view in views[2:-1]:
-                combine(accumulator, view, out=accumulator)
-            combine(accumulator, views[-1], out=out)
-
-
-def _copy(out: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        out.copy_(source)
-
-    return copy
-
-
-def _action(out: torch.Tensor, sources: Sequence[torch.Tensor], operation: str) -> Callable[[], None]:
-    return _copy(out, sources[0]) if len(sources) == 1 else _Sum(out, sources, operation)
-
-
 # ---- Mapped ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _BoundStep:
-    waits: tuple[tuple[int, int], ...]
-    hold_s: float
-    actions: list[Callable[[], None]]
-    read_published: int | None
-    write_waits: tuple[tuple[int, int], ...]
-    writes: list[Callable[[], None]]
-    write_published: int | None
+def bind_mapped(
+    schedule: Schedule,
+    transport: MappedTransport,
+    flat: torch.Tensor,
+    operation: str,
+    link: Link | None,
+    bounds: Sequence[tuple[int, int]],
+) -> tuple[list[Operation], int]:
+    """This rank's operations on a mapped transport, and the ticks its clock advances by."""
+    program = mapped_programs(schedule)[transport.rank]
+    hold_s = _hold_s(link, schedule, transport.rank, bounds, flat.element_size())
+    ranks = transport.peers(flat)
+    operations: list[Operation] = [Publish(READY)] if program.ready_published else []
+    for step in program.steps:
+        operations += [Wait(peer, tick) for peer, tick in step.waits]
+        if step.step in hold_s:
+            operations.append(Hold(hold_s[step.step]))
+        writes: list[Operation] = []
+        for move, staged in zip(step.moves, step.staged, strict=True):
+            begin, end = _span(bounds, move)
+            if begin == end:
+                continue
+            place = flat[begin:end]
+            sources = [ranks[source][begin:end] for source in move.srcs]
+            aside = torch.empty_like(place) if staged else place
+            operations.append(compute(aside, sources, operation))
+            if staged:
+                writes.append(Copy(place, aside))
+        if step.read_published is not None:
+            operations.append(Publish(step.read_published))
+        if writes:
+            operations += [Wait(peer, tick) for peer, tick in step.write_waits]
+            operations += writes
+        if step.write_published is not None:
+            operations.append(Publish(step.write_published))
+    operations += [Wait(peer, tick) for peer, tick in program.end_waits]
+    return operations, program.ticks
 
 
 class _MappedPlan:
-    """Reads peers' memory in place, writes its own alone; see ddpx.program for the waits."""
+    """Reads peers' memory in place, writes its own alone; see ddpx.program for the waits. In Python, call by call."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        transport: MappedTransport,
-        flat: torch.Tensor,
-        operation: str,
-        link: Link | None,
-        bounds: Sequence[tuple[int, int]],
-    ) -> None:
+    def __init__(self, transport: MappedTransport, operations: Sequence[Operation], ticks: int) -> None:
         self._transport = transport
+        self._ticks = ticks
         self.peer_wait_s = 0.0
         self.last_peer = transport.rank
-        program = mapped_programs(schedule)[transport.rank]
-        hold_s = _hold_s(link, schedule, transport.rank, bounds, flat.element_size())
-        ranks = transport.peers(flat)
-        self._ready_published = program.ready_published
-        self._end_waits = program.end_waits
-        self._ticks = program.ticks
-        self._steps = []
-        for step in program.steps:
-            actions, writes = [], []
-            for move, staged in zip(step.moves, step.staged, strict=True):
-                begin, end = _span(bounds, move)
-                if begin == end:
-                    continue
-                place = flat[begin:end]
-                sources = [ranks[source][begin:end] for source in move.srcs]
-                if staged:
-                    aside = torch.empty_like(place)
-                    actions.append(_action(aside, sources, operation))
-                    writes.append(_copy(place, aside))
-                else:
-                    actions.append(_action(place, sources, operation))
-            self._steps.append(
-                _BoundStep(
-                    step.waits,
-                    hold_s.get(step.step, 0.0),
-                    actions,
-                    step.read_published,
-                    step.write_waits,
-                    writes,
-                    step.write_published,
-                )
-            )
+        self._calls: list[Callable[[int], object]] = [self._call(operation) for operation in operations]
+
+    def _call(self, operation: Operation) -> Callable[[int], object]:
+        match operation:
+            case Wait(peer, tick):
+                return lambda base: self._wait(peer, base + tick)
+            case Publish(tick):
+                return lambda base: self._transport.publish(base + tick)
+            case Hold(seconds):
+                return lambda base: time.sleep(seconds)
+            case _:
+                call = action(operation)
+                return lambda base: call()
 
     def run(self) -> None:
-        transport = self._transport
-        base = transport.clock
-        self.peer_wait_s, self._longest_s, self.last_peer = 0.0, 0.0, transport.rank
-        if self._ready_published:
-            transport.publish(base + READY)
-        for step in self._steps:
-            self._wait(base, step.waits)
-            if step.hold_s:
-                time.sleep(step.hold_s)
-            for action in step.actions:
-                action()
-            if step.read_published is not None:
-                transport.publish(base + step.read_published)
-            if step.writes:
-                self._wait(base, step.write_waits)
-                for write in step.writes:
-                    write()
-            if step.write_published is not None:
-                transport.publish(base + step.write_published)
-        self._wait(base, self._end_waits)
-        transport.clock = base + self._ticks
+        base = self._transport.clock
+        self.peer_wait_s, self._longest_s, self.last_peer = 0.0, 0.0, self._transport.rank
+        for call in self._calls:
+            call(base)
+        self._transport.clock = base + self._ticks
 
-    def _wait(self, base: int, waits: tuple[tuple[int, int], ...]) -> None:
-        for peer, tick in waits:
-            before = time.perf_counter()
-            self._transport.wait(peer, base + tick)
-            waited_s = time.perf_counter() - before
-            self.peer_wait_s += waited_s
-            if waited_s > self._longest_s:
-                self._longest_s, self.last_peer = waited_s, peer
+    def _wait(self, peer: int, clock: int) -> None:
+        before = time.perf_counter()
+        self._transport.wait(peer, clock)
+        waited_s = time.perf_counter() - before
+        self.peer_wait_s += waited_s
+        if waited_s > self._longest_s:
+            self._longest_s, self.last_peer = waited_s, peer
 
 
 # ---- Messages --------------------------------------------------------------------------------------------------------
@@ -241,7 +173,7 @@ class _BoundMessages:
     sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     hold_s: float = 0.0
-    actions: list[Callable[[], None]] = field(default_factory=list)
+    actions: list[Callable[[], object]] = field(default_factory=list)
 
 
 class _MessagePlan:
@@ -281,7 +213,7 @@ class _MessagePlan:
                 sources = [place if source == transport.rank else arrived[source, move.lo] for source in move.srcs]
                 landed = len(sources) == 1 and sources[0].data_ptr() == place.data_ptr()
                 if begin < end and not landed:
-                    bound.actions.append(_action(place, sources, operation))
+                    bound.actions.append(action(compute(place, sources, operation)))
             self._steps.append(bound)
 
     def run(self) -> None:
@@ -292,8 +224,8 @@ class _MessagePlan:
             if step.hold_s:
                 time.sleep(max(0.0, step.hold_s - (time.perf_counter() - before)))
             self.peer_wait_s += time.perf_counter() - before
-            for action in step.actions:
-                action()
+            for call in step.actions:
+                call()
 
 
 class _WidenedPlan:

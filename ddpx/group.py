@@ -1,7 +1,7 @@
 """The ranks that train together, and the board on which they leave each other notes.
 
-A `Group` is a torch process group seen by ddpx: who I am in it, and its store as a board of small values. The board is for
-agreement at construction and for announcing failures; gradients never pass through it.
+A `Group` is a torch process group seen by ddpx: who I am in it, and its store as a board of small values. The board is
+for agreement at construction and for announcing failures; gradients never pass through it.
 """
 
 import contextlib
@@ -35,21 +35,23 @@ class Group:
                     "Default process group has not been initialized, please make sure to call init_process_group: "
                     f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, so training alone would leave the ranks apart."
                 )
-            self.process_group = None
+            self.process_group: dist.ProcessGroup | None = None
             self.rank, self.world_size, self.ranks = 0, 1, [0]
             self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
             return
         self.is_dead: Callable[[int], bool] | None = None  # set by a transport that can tell
-        self.process_group = process_group or dist.group.WORLD
+        process_group = process_group or dist.group.WORLD
+        assert process_group is not None
+        self.process_group = process_group
         self.rank = dist.get_rank(self.process_group)
         if self.rank < 0:
             raise ValueError("this rank is not in the process group it was given")
         self.world_size = dist.get_world_size(self.process_group)
         self.ranks = dist.get_process_group_ranks(self.process_group)
-        self.timeout_s = timeout_s or _timeout_s(self.process_group)
+        self.timeout_s = timeout_s or _timeout_s(process_group)
         if self.world_size > 1:
-            store = self.process_group.get_group_store()
-            # Each rank counts its own Groups, so equal counts mean the same Group wherever they are made in the same order.
+            store = process_group.get_group_store()
+            # Each rank counts its own Groups; where all make them in the same order, equal counts are the same Group.
             serial = store.add(f"ddpx/groups/{self.rank}", 1)
             self._store = dist.PrefixStore(f"ddpx/{serial}", store)
             self._notes = itertools.count()
@@ -62,7 +64,7 @@ class Group:
         return dist.PrefixStore(prefix, self._store)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. A collective: all ranks call it with the same `topic`, in the same order.
+        """Every rank's `value`, in rank order. A collective: all ranks call it, in the same order and with one `topic`.
 
         Raises DeadlineExceeded naming the ranks that did not come, PeerFailed when one of them announced a failure.
         """
@@ -70,7 +72,7 @@ class Group:
             return [value]
         note = f"note/{next(self._notes)}"
         keys = [f"{note}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], pickle.dumps((topic, value)))
+        self._store.set(keys[self.rank], pickle.dumps((topic, value)))  # type: ignore[arg-type]
         deadline = time.monotonic() + self.timeout_s
         pause_s = 0.0002
         while not self._store.check(keys):

@@ -6,8 +6,8 @@ hazards have to be kept apart by waiting for the peer's clock:
 - read after write: what I read must have been written by its owner (or be there since the start);
 - write after read: what I overwrite must have been read by all who need the old value, also after the last step.
 
-Ticks within a plan: 1 = my input is ready; 2 + 2s = I have read what step s needs; 3 + 2s = step s is written. Only ticks
-that somebody waits for are published.
+Ticks within a plan: 1 = my input is ready; 2 + 2s = I have read what step s needs; 3 + 2s = step s is written. Only
+ticks that somebody waits for are published.
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ def _publish_what_is_awaited(draft: MappedProgram, awaited: set[int]) -> MappedP
             wanted = tick is not None and any(published < other <= tick for other in awaited)
             ticks.append(tick if wanted else None)
             published = tick if wanted and tick is not None else published
-        steps.append(
-            MappedStep(step.step, step.waits, step.moves, step.staged, ticks[0], step.write_waits, ticks[1])
-        )
+        steps.append(MappedStep(step.step, step.waits, step.moves, step.staged, ticks[0], step.write_waits, ticks[1]))
     return MappedProgram(READY in awaited, tuple(steps), draft.end_waits, draft.ticks)
 
 

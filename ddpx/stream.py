@@ -20,8 +20,11 @@ Task = Callable[[], None]
 class Pending(Protocol):
     """A submitted task. Times are in seconds on time.perf_counter; None until known (on CUDA, until read)."""
 
-    started_s: float | None
-    ended_s: float | None
+    @property
+    def started_s(self) -> float | None: ...
+
+    @property
+    def ended_s(self) -> float | None: ...
 
     def done(self) -> bool: ...
 

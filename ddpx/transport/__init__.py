@@ -4,8 +4,8 @@
 - `MappedTransport`: every rank reads its peers' memory in place. A rank writes its own memory alone and says how far it
   has come by one growing number, its *clock*; a peer waits for a clock to reach a value.
 
-Both own memory (`empty`), both are used by one thread at a time, and every wait ends: when the peer came, when it died or
-said that it failed, or at the deadline.
+Both own memory (`empty`), both are used by one thread at a time, and every wait ends: when the peer came, when it died
+or said that it failed, or at the deadline.
 """
 
 import re
@@ -87,7 +87,7 @@ class MappedTransport(Protocol):
     clock: int
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeroed (numel,) tensor that every peer can read. A collective: same numel and dtype on all ranks, in order."""
+        """Zeroed (numel,) tensor that every peer can read. A collective: same numel and dtype on all ranks."""
 
     def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """For a slice of a tensor from `empty`: each rank's same slice, in rank order; peers' are for reading alone."""

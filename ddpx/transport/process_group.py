@@ -1,15 +1,15 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 Our messages travel on connections of our own, so they never interleave with the user's collectives. A wait inside gloo
-can't be interrupted; it ends when the peer's connection closes or at the deadline. So a rank that fails first writes its
-words on the board and then closes its connections, and whoever loses a connection reads the board before it blames anybody.
+can't be interrupted; it ends when the peer's connection closes or at the deadline. So a rank that fails first writes
+its words on the board and then closes its connections, and whoever loses one reads the board before blaming anybody.
 """
 
 import contextlib
 import datetime
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ class ProcessGroup:
         self.bytes_sent += sum(flat.nbytes for _, flat in sends)
 
     def _explain(self, peer: int, text: str) -> Exception:
-        """What really happened when a message did not pass: a failure that was announced, a lost rank, or a deadline."""
+        """What really happened when a message did not pass: an announced failure, a lost rank, or a deadline."""
         until = time.monotonic() + BOARD_S
         while True:
             try:
@@ -136,12 +136,15 @@ class ProcessGroup:
 
 
 class _Gloo:
-    """A gloo context of our own on the group's store. Made directly rather than by new_group, whose names of groups with
-    local synchronisation depend on how many groups a rank has made, and are used again after a group was destroyed."""
+    """A gloo context of our own on the group's store.
+
+    Made directly rather than by new_group, whose names of groups with local synchronisation depend on how many groups
+    a rank has made, and are used again after a group was destroyed.
+    """
 
     def __init__(self, group: Group, prefix: str) -> None:
         timeout = datetime.timedelta(seconds=group.timeout_s)
-        self._gloo = dist.ProcessGroupGloo(group.store(prefix), group.rank, group.world_size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(group.store(prefix), group.rank, group.world_size, timeout)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[tuple[int, _Works]]:
         works = [(peer, self._gloo.recv([flat], peer, 0)) for peer, flat in receives]

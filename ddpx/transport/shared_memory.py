@@ -1,8 +1,8 @@
 """Ranks of one host read each other's memory in place; one growing number a rank says how far it has come.
 
-A segment is anonymous shared memory (`memfd`): peers open it through /proc/<pid>/fd, so it never has a name, and a killed
-job can't leave anything behind. Each rank owns one *control page* and any number of arenas; it writes its own alone,
-and maps those of its peers read-only.
+A segment is anonymous shared memory (`memfd`): peers open it through /proc/<pid>/fd, so it never has a name, and a
+killed job can't leave anything behind. Each rank owns one *control page* and any number of arenas; it writes its own
+alone, and maps those of its peers read-only.
 
 Note: the clock. `epoch << 32 | ticks`, written by its rank alone. Ticks grow with every plan that runs; an epoch is one
 synchronised backward. A rank that fails says in which epoch, and leaves for the next one, so a peer still waiting
@@ -162,7 +162,7 @@ class SharedMemory:
         self.bytes_read = 0
         self.last_peer = self.rank  # the peer that the last blocking wait was for
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
+        self.spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
         token = secrets.token_bytes(16)
         own = Segment.create(PAGE_BYTES)
         own.memory[TOKEN_AT : TOKEN_AT + 16] = token
@@ -218,7 +218,7 @@ class SharedMemory:
         start = flat.data_ptr()
         for own, tensors in self._arenas:
             offset = start - own.data_ptr()
-            if flat.dtype == own.dtype and 0 <= offset and offset + flat.nbytes <= own.nbytes:
+            if flat.dtype == own.dtype and offset >= 0 and offset + flat.nbytes <= own.nbytes:
                 begin = offset // flat.element_size()
                 return [tensor[begin : begin + flat.numel()] for tensor in tensors]
         raise ValueError("this tensor does not lie in memory of this transport: allocate it with empty()")
@@ -256,6 +256,15 @@ class SharedMemory:
         self._own.words[CLOCK_AT // 8] = clock
         self._wake()
 
+    def header(self) -> int:
+        """What this rank entered its present epoch with."""
+        return self._own.header(self.clock >> 32) or 0
+
+    def addresses(self, rank: int) -> tuple[int, int]:
+        """Where a rank's clock and its headers lie in this process."""
+        clock = self._pages[rank].clock_address
+        return clock, clock - CLOCK_AT + HEADER_AT
+
     def _wake(self) -> None:
         if _FUTEX_CALL is not None:
             _libc.syscall(_FUTEX_CALL, ctypes.c_void_p(self._own.clock_address), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
@@ -265,8 +274,8 @@ class SharedMemory:
         at = CLOCK_AT // 8
         if words[at] < clock:
             self.last_peer = peer
-            if self._spin_s:
-                until = time.perf_counter() + self._spin_s
+            if self.spin_s:
+                until = time.perf_counter() + self.spin_s
                 while words[at] < clock and time.perf_counter() < until:
                     pass
             if words[at] < clock:
