@@ -1,15 +1,16 @@
 """What a collective sends and how long it should take: counted from its schedule, or by formula for any world size.
 
-The model: a message of b bytes takes alpha + b * beta; adding b bytes takes b * gamma. A rank sends one message and
-receives one at the same time, and no more: further messages of a step wait. What a rank sends to one peer in one step
-is one message. Two ways lead to a time:
+The model: a message of b bytes takes alpha + b * beta; adding b bytes takes b * gamma. A rank sends and receives at the
+same time, but all that it sends in a step passes one port, and all that it receives another. What a rank sends to one
+peer in one step is one message. Two ways lead to a time:
 
 - `timeline` plays a schedule message by message; a rank begins a step when its own part of the last one is done.
   Slow ranks and slow links go in here. For up to about 1,000 ranks.
 - `predict` adds up the rounds of the algorithm's closed form (`algorithms.closed_form`); at once for 100,000 ranks.
 
-On a fabric of one kind of link they agree, but for double_tree, whose pipeline fills and drains unevenly. Where some
-hops of a round stay in a node and others leave it, the closed form prices all of them as leaving.
+On a fabric of one kind of link they agree, but for double_tree, where the formula takes the pipeline as full all the
+time and is up to a quarter too slow. Where some hops of a round stay in a node and others leave it, it prices all of
+them as leaving.
 """
 
 from __future__ import annotations
@@ -104,43 +105,69 @@ def timeline(
     `slow_ranks={3: 5.0}` makes everything that rank 3 sends, receives and adds take 5 times as long;
     `slow_links={(0, 1): 5.0}` what rank 0 sends to rank 1.
     """
-    n, size = schedule.world_size, fabric.local_size
+    n = schedule.world_size
     slow = [1.0] * n
     for rank, factor in (slow_ranks or {}).items():
         slow[rank] = factor
-    links = slow_links or {}
+    links, ports = slow_links or {}, _Ports(n, fabric)
     done = [0.0] * n
-    # Ports that ranks of a node share keep their own time; a rank's own ports begin a step when the rank does.
-    shared_out: dict[tuple[int, int], float] = {}
-    shared_in: dict[tuple[int, int], float] = {}
+    free: dict[int, float] = {}  # from when on; of the ports that ranks share, which may still be busy
     for step in _transfers(schedule, numel, itemsize):
-        out, into = {r: done[r] for r in step.ranks}, {r: done[r] for r in step.ranks}
-        start: dict[int, float] = {}
-        # Everybody serves the peer i places on in turn i, so that in dense steps no two wait for the same port.
-        for (src, dst), nbytes in sorted(step.sizes.items(), key=lambda item: (item[0][0] - item[0][1]) % n):
-            local = src // size == dst // size
+        # All messages of a step share a port fairly, so they are through together: [begin, latency, transfer] by port.
+        busy: dict[int, list[float]] = {}
+        messages = []
+        for (src, dst), nbytes in step.sizes.items():
+            local = ports.node[src] == ports.node[dst]
             alpha, beta = fabric.link(local)
             factor = max(slow[src], slow[dst], links.get((src, dst), 1.0))
-            takes = nbytes * beta * factor
-            if fabric.concurrent:
-                start[src] = max(start.get(src, 0.0), alpha * factor)
-                start[dst] = max(start.get(dst, 0.0), alpha * factor)
-            else:
-                takes += alpha * factor
-            leaves, lands = out[src], into[dst]
-            if fabric.nics and not local:
-                port_out = (src // size, src % size % fabric.nics)
-                port_in = (dst // size, dst % size % fabric.nics)
-                leaves = max(leaves, shared_out.get(port_out, 0.0))
-                lands = max(lands, shared_in.get(port_in, 0.0))
-                shared_out[port_out] = leaves + takes
-                shared_in[port_in] = max(lands, leaves) + takes
-            out[src] = leaves + takes
-            into[dst] = max(lands, leaves) + takes  # it lands while it leaves, once the way in is free
-        for r in step.ranks:
-            adding = step.reduced.get(r, 0) * fabric.gamma_s_per_byte * slow[r]
-            done[r] = max(out[r], into[r] + adding) + start.get(r, 0.0)
+            latency, transfer = alpha * factor, nbytes * beta * factor
+            out, into = ports.between(src, dst, local)
+            ready = done[src]
+            both = ready if ready > done[dst] else done[dst]
+            for names, begin in ((out, ready), (into, both)):
+                for name in names:
+                    use = busy.get(name)
+                    if use is None:
+                        busy[name] = [begin, latency, transfer]
+                    else:
+                        use[0] = min(use[0], begin)
+                        use[1] = max(use[1], latency) if fabric.concurrent else use[1] + latency
+                        use[2] += transfer
+            messages.append((src, dst, both + latency + transfer, out, into))
+        ends = {}
+        for name, (begin, latency, transfer) in busy.items():
+            ends[name] = max(begin, free.get(name, 0.0)) + latency + transfer
+            if name >= ports.shared:
+                free[name] = ends[name]
+        sent, landed = {r: done[r] for r in step.ranks}, {r: done[r] for r in step.ranks}
+        for src, dst, alone, out, into in messages:
+            left = ends[out[0]] if len(out) == 1 else max(ends[out[0]], ends[out[1]])
+            sent[src] = max(sent[src], left)
+            landed[dst] = max(landed[dst], alone, left, *(ends[name] for name in into))
+        for rank in step.ranks:
+            adding = step.reduced.get(rank, 0) * fabric.gamma_s_per_byte * slow[rank]
+            done[rank] = max(sent[rank], landed[rank] + adding)
     return tuple(done)
+
+
+class _Ports:
+    """Ports by number: of rank r, r to send and n + r to receive; from `shared` on, those of nodes."""
+
+    def __init__(self, world_size: int, fabric: Fabric) -> None:
+        n, size, nics = world_size, fabric.local_size, fabric.nics
+        self.node = [rank // size for rank in range(n)]
+        self.shared = 2 * n
+        self._own = [((rank,), (n + rank,)) for rank in range(n)]
+        # To other nodes a message also passes a port of its node, which local ranks may share.
+        place = [2 * (self.node[rank] * nics + rank % size % nics) if nics else 0 for rank in range(n)]
+        self._far = [((r, self.shared + place[r]), (n + r, self.shared + place[r] + 1)) for r in range(n)]
+        self._nics = nics
+
+    def between(self, src: int, dst: int, local: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ports that a message leaves by and those it comes in by."""
+        if local or not self._nics:
+            return self._own[src][0], self._own[dst][1]
+        return self._far[src][0], self._far[dst][1]
 
 
 def slowdown(

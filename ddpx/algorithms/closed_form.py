@@ -172,7 +172,7 @@ def _chain_reduce(n: int, s: float, segments: int = 8) -> Form:
 
 
 def _double_tree_broadcast(n: int, s: float, segments: int = 4) -> Form:
-    """An inner rank of one tree feeds two children and gets a segment of each tree at every step. Time: an estimate."""
+    """At every step an inner rank of one tree feeds two children and gets a segment of each tree, at most."""
     if n == 1:
         return _form([], 0, 0, 0)
     steps = (n - 1).bit_length() + segments - 1
@@ -219,7 +219,7 @@ def _tree(n: int, s: float) -> Form:
 def _double_tree(n: int, s: float, segments: int = 4) -> Form:
     """Reduce and broadcast overlap in steps, but not on the links of an inner rank, which carries both.
 
-    Bytes are exact, times an estimate: a rank's load differs from step to step while the pipeline fills and drains.
+    Bytes are exact, the time is an upper bound: ranks have less to do while the pipeline fills and drains.
     """
     if n == 1:
         return _form([], 0, 0, 0)
