@@ -64,6 +64,8 @@ class MessageTransport(Protocol):
     rank: int
     world_size: int
     landings: Landings
+    bytes_sent: int
+    bytes_received: int
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised flat tensor, (numel,), on `device`."""
@@ -85,6 +87,7 @@ class MappedTransport(Protocol):
     rank: int
     world_size: int
     clock: int
+    bytes_read: int  # from peers, counted by the plans as they run
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeroed (numel,) tensor that every peer can read. A collective: same numel and dtype on all ranks."""

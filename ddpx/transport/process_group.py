@@ -36,6 +36,7 @@ class ProcessGroup:
         self.timeout_s = group.timeout_s
         self.epoch = 0
         self.bytes_sent = 0
+        self.bytes_received = 0
         self.last_peer = self.rank
         self.landings = Landings()
         self._header: torch.Tensor | None = None
@@ -72,6 +73,7 @@ class ProcessGroup:
         except RuntimeError as error:
             raise self._explain(peer, str(error)) from error
         self.bytes_sent += sum(flat.nbytes for _, flat in sends)
+        self.bytes_received += sum(flat.nbytes for _, flat in receives)
 
     def _explain(self, peer: int, text: str) -> Exception:
         """What really happened when a message did not pass: an announced failure, a lost rank, or a deadline."""

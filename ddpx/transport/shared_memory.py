@@ -132,6 +132,11 @@ class _ControlPage:
         header = self.words[at]
         return header if self.words[at + 1] == epoch else None
 
+    @property
+    def entered(self) -> int:
+        """The last epoch that its rank entered with a header."""
+        return max(self.words[HEADER_AT // 8 + 2 * slot + 1] for slot in range(HEADERS))
+
     def write_header(self, epoch: int, header: int) -> None:
         at = HEADER_AT // 8 + 2 * (epoch % HEADERS)
         self.words[at] = header
@@ -159,7 +164,7 @@ class SharedMemory:
         self.rank, self.world_size = group.rank, group.world_size
         self.timeout_s = group.timeout_s
         self.clock = 0
-        self.bytes_read = 0
+        self.bytes_read = 0  # from peers, counted by the plans as they run
         self.last_peer = self.rank  # the peer that the last blocking wait was for
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
@@ -217,10 +222,10 @@ class SharedMemory:
     def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
         start = flat.data_ptr()
         for own, tensors in self._arenas:
-            offset = start - own.data_ptr()
-            if flat.dtype == own.dtype and offset >= 0 and offset + flat.nbytes <= own.nbytes:
-                begin = offset // flat.element_size()
-                return [tensor[begin : begin + flat.numel()] for tensor in tensors]
+            begin = start - own.data_ptr()
+            if begin >= 0 and begin + flat.nbytes <= own.nbytes:
+                end = begin + flat.nbytes
+                return [tensor.view(torch.uint8)[begin:end].view(flat.dtype) for tensor in tensors]
         raise ValueError("this tensor does not lie in memory of this transport: allocate it with empty()")
 
     def release(self, flat: torch.Tensor) -> None:
@@ -246,6 +251,11 @@ class SharedMemory:
         for page in self._pages:
             if page.failed_epoch == epoch + 1:
                 raise PeerFailed(page.text)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not entered this rank's present epoch."""
+        epoch = self.clock >> 32
+        return [rank for rank, page in enumerate(self._pages) if max(page.clock >> 32, page.entered) < epoch]
 
     def disconnect(self) -> None:
         """Nothing to close: the next epoch's clock leaves this one behind."""
@@ -294,6 +304,7 @@ class SharedMemory:
             if seen >= clock:
                 return
             self.poll()
+            self._compare_headers(peer)  # a peer that entered another collective may never come to this one
             if self._is_dead(peer) and page.clock < clock:
                 raise PeerLost(
                     f"rank {peer} is gone: its process ended while rank {self.rank} waited for it. "
