@@ -1,11 +1,13 @@
 """Every algorithm is proved, not sampled: the verifier's word holds for all inputs."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.algorithms.double_tree import parent
 from ddpx.algorithms.nodes import split_in_nodes
-from ddpx.schedule import interleave, then
+from ddpx.schedule import interleave, remap, then
 from ddpx.verify import expression, verify
 
 SIZES = [*range(1, 34), 48, 64, 100]
@@ -207,3 +209,13 @@ def test_everything_can_be_built_twice():
 @pytest.mark.parametrize("algorithm", ["tree", "double_tree", "doubling", "halving_doubling", "circulant", "ring"])
 def test_a_thousand_ranks_are_built_and_proved_in_full(algorithm):
     verify(build("all_reduce", algorithm, 1000))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.integers(1, 12), k=st.integers(1, 4))
+def test_parts_of_different_algorithms_compose_to_an_all_reduce(data, n, k):
+    """Any reduce then any broadcast, or any reduce-scatter then any all-gather, pipelined, on renamed ranks."""
+    first, second = data.draw(st.sampled_from([("reduce", "broadcast"), ("reduce_scatter", "all_gather")]))
+    halves = [build(c, data.draw(st.sampled_from(sorted(ALGORITHMS[c]))), n) for c in (first, second)]
+    ranks = data.draw(st.permutations(range(n)))
+    verify(remap(interleave(then(*halves), k), ranks, n))
