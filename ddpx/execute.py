@@ -12,16 +12,18 @@ from typing import Protocol
 import torch
 
 from ddpx import native
-from ddpx.operations import HALVES, OPERATIONS, Copy, Hold, Operation, Publish, Wait, action, compute
+from ddpx.operations import HALVES, OPERATIONS, Combine, Copy, Hold, Operation, Publish, Wait, action, compute
 from ddpx.program import (
     READY,
     busiest_end,
     mapped_programs,
     message_program,
     partial_sums_travel,
+    phases,
 )
 from ddpx.schedule import Move, Schedule, chunk_bounds
-from ddpx.transport import Link, MappedTransport, MessageTransport, Transport
+from ddpx.transport import Link, MappedTransport, MessageTransport
+from ddpx.transport.hosts import Hosts
 
 
 class Plan(Protocol):
@@ -40,7 +42,7 @@ class Plan(Protocol):
 
 def compile_plan(
     schedule: Schedule,
-    transport: Transport,
+    transport: MessageTransport | MappedTransport | Hosts,
     flat: torch.Tensor,  # (numel,), from transport.empty() where that is mapped; changed in place
     operation: str = "sum",
     link: Link | None = None,
@@ -57,10 +59,18 @@ def compile_plan(
         # Partial sums travel in fp32, so that each result is rounded once whatever the number of ranks.
         wide = transport.empty(flat.numel(), torch.float32, flat.device)
         return _WidenedPlan(flat, wide, compile_plan(schedule, transport, wide, operation, link, bounds, compiled))
+    if isinstance(transport, Hosts):
+        parts: list[Plan] = []
+        for phase in phases(schedule, tuple(map(tuple, transport.nodes)), transport.rank):
+            part = transport.local if phase.local else transport.between
+            parts.append(compile_plan(phase.schedule, part, flat, operation, link, bounds, compiled))
+        return _PhasedPlan(parts, transport.rank)
     if isinstance(transport, MappedTransport):
         operations, ticks = bind_mapped(schedule, transport, flat, operation, link, bounds)
-        plan = native.compile_operations(transport, operations, ticks) if compiled else None
-        return plan or _MappedPlan(transport, operations, ticks)
+        native_plan = native.compile_operations(transport, operations, ticks) if compiled else None
+        plan = native_plan or _MappedPlan(transport, operations, ticks)
+        plan.bytes_read = _bytes_read(transport, flat, operations)
+        return plan
     return _MessagePlan(schedule, transport, flat, operation, link, bounds)
 
 
@@ -127,12 +137,25 @@ def bind_mapped(
     return operations, program.ticks
 
 
+def _bytes_read(transport: MappedTransport, flat: torch.Tensor, operations: Sequence[Operation]) -> int:
+    """What the operations read of peers' memory, going by the addresses they are bound to."""
+    peers = transport.peers(flat)
+    theirs = {peer.untyped_storage().data_ptr() for rank, peer in enumerate(peers) if rank != transport.rank}
+    nbytes = 0
+    for operation in operations:
+        if isinstance(operation, Copy | Combine):
+            sources = operation.sources if isinstance(operation, Combine) else (operation.source,)
+            nbytes += sum(source.nbytes for source in sources if source.untyped_storage().data_ptr() in theirs)
+    return nbytes
+
+
 class _MappedPlan:
     """Reads peers' memory in place, writes its own alone; see ddpx.program for the waits. In Python, call by call."""
 
     def __init__(self, transport: MappedTransport, operations: Sequence[Operation], ticks: int) -> None:
         self._transport = transport
         self._ticks = ticks
+        self.bytes_read = 0  # from peers, in a run
         self.peer_wait_s = 0.0
         self.last_peer = transport.rank
         self._calls: list[Callable[[int], object]] = [self._call(operation) for operation in operations]
@@ -154,6 +177,7 @@ class _MappedPlan:
         self.peer_wait_s, self._longest_s, self.last_peer = 0.0, 0.0, self._transport.rank
         for call in self._calls:
             call(base)
+        self._transport.bytes_read += self.bytes_read
         self._transport.clock = base + self._ticks
 
     def _wait(self, peer: int, clock: int) -> None:
@@ -226,6 +250,26 @@ class _MessagePlan:
             self.peer_wait_s += time.perf_counter() - before
             for call in step.actions:
                 call()
+
+
+class _PhasedPlan:
+    """One plan after the other, on the same memory."""
+
+    def __init__(self, parts: Sequence[Plan], rank: int) -> None:
+        self._parts = parts
+        self._rank = rank
+
+    def run(self) -> None:
+        for part in self._parts:
+            part.run()
+
+    @property
+    def peer_wait_s(self) -> float:
+        return sum(part.peer_wait_s for part in self._parts)
+
+    @property
+    def last_peer(self) -> int:
+        return max(self._parts, key=lambda part: part.peer_wait_s).last_peer if self._parts else self._rank
 
 
 class _WidenedPlan:

@@ -89,6 +89,7 @@ class NativePlan:
         self._run = library.ddpx_run
         self._transport = transport
         self._ticks = ticks
+        self.bytes_read = 0  # from peers, in a run
         self._operations = list(operations)
         self._keep: list[object] = []
         self._array = (_Operation * len(operations))(*map(self._encode, operations))
@@ -141,4 +142,5 @@ class NativePlan:
             assert isinstance(stopped, Wait)
             transport.wait(stopped.peer, base + stopped.tick)  # raises, or waits on with an eye on everybody
             position += 1
+        transport.bytes_read += self.bytes_read
         transport.clock = base + self._ticks
