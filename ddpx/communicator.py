@@ -14,10 +14,11 @@ from ddpx.execute import Plan, compile_plan
 from ddpx.group import Group
 from ddpx.stream import Pending, ThreadStream, open_stream
 from ddpx.transport import Link, MappedTransport
+from ddpx.transport.hosts import Hosts
 from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import SharedMemory, host_id
 
-TRANSPORTS = ("auto", "shared_memory", "process_group")
+TRANSPORTS = ("auto", "shared_memory", "process_group", "hierarchical")
 SMALL_BYTES = 64 << 10  # below it, messages cost more than bytes
 CANCEL_S = 1.0
 
@@ -61,9 +62,8 @@ class Communicator:
 
     @property
     def transport_name(self) -> str:
-        if self.transport is None:
-            return "none"
-        return "shared_memory" if isinstance(self.transport, SharedMemory) else "process_group"
+        names = {SharedMemory: "shared_memory", ProcessGroup: "process_group", Hosts: "hierarchical"}
+        return "none" if self.transport is None else names[type(self.transport)]
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor, (numel,), zeroed, that plans can run on. A collective."""
@@ -77,6 +77,8 @@ class Communicator:
 
     def choose(self, nbytes: int) -> str:
         """The all-reduce algorithm for a buffer of `nbytes`; the same on every rank."""
+        if isinstance(self.transport, Hosts):
+            return "hierarchical"
         if self.algorithm != "auto":
             return self.algorithm
         if isinstance(self.transport, MappedTransport) or self.group.world_size <= 2:
@@ -87,14 +89,16 @@ class Communicator:
         """A plan that makes `flat`, in memory from `empty`, the sum over ranks; the same bits on all of them."""
         if self.transport is None:
             return _NothingToDo()
-        schedule = build("all_reduce", self.choose(flat.nbytes), self.group.world_size)
+        options = {"nodes": self.transport.nodes} if isinstance(self.transport, Hosts) else {}
+        schedule = build("all_reduce", self.choose(flat.nbytes), self.group.world_size, **options)
         return compile_plan(schedule, self.transport, flat, operation, self.link)
 
     def plan_broadcast(self, flat: torch.Tensor, root: int = 0) -> Plan:
         """A plan that makes `flat`, in memory from `empty`, bitwise the root's."""
         if self.transport is None:
             return _NothingToDo()
-        return compile_plan(build("broadcast", "tree", self.group.world_size, root=root), self.transport, flat)
+        transport = self.transport.between if isinstance(self.transport, Hosts) else self.transport
+        return compile_plan(build("broadcast", "tree", self.group.world_size, root=root), transport, flat)
 
     def start(self, run: Callable[[], None]) -> Pending:
         """Run a plan on the communication stream, after what the caller has computed so far."""
@@ -130,13 +134,20 @@ class Communicator:
             self.transport.close()
 
 
-def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemory | ProcessGroup:
-    """By name; auto is shared memory where it joins all ranks. Same host is proved by mapping, not by LOCAL_WORLD_SIZE."""
-    if name == "shared_memory" and device.type != "cpu":
-        raise ValueError("shared_memory joins CPU ranks; use transport='process_group' on CUDA")
+def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemory | ProcessGroup | Hosts:
+    """By name; auto is shared memory where it joins all ranks, with messages between hosts where there are several.
+
+    Same host is proved by mapping, not by LOCAL_WORLD_SIZE.
+    """
+    if name in ("shared_memory", "hierarchical") and device.type != "cpu":
+        raise ValueError(f"{name} joins CPU ranks; use transport='process_group' on CUDA")
     if name == "process_group" or device.type != "cpu":
         return ProcessGroup(group, device)
-    if name == "auto" and len(set(group.gather("hosts", host_id()))) > 1:
+    hosts = group.gather("hosts", host_id())
+    nodes = [[rank for rank, host in enumerate(hosts) if host == name_of] for name_of in dict.fromkeys(hosts)]
+    if name == "hierarchical" or (name == "auto" and 1 < len(nodes) < group.world_size):
+        return Hosts(group, nodes)
+    if name == "auto" and len(nodes) > 1:
         return ProcessGroup(group, device)
     try:
         return SharedMemory(group)

@@ -5,6 +5,7 @@ for agreement at construction and for announcing failures; gradients never pass 
 """
 
 import contextlib
+import copy
 import datetime
 import itertools
 import os
@@ -58,6 +59,16 @@ class Group:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
+
+    def subgroup(self, ranks: list[int], name: str) -> "Group":
+        """Those of our ranks, on a part of our board called `name`. Only they call it."""
+        part = copy.copy(self)
+        part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), [self.ranks[r] for r in ranks]
+        part.is_dead = None
+        if self.world_size > 1:
+            part._store = self.store(name)
+            part._notes = itertools.count()
+        return part
 
     def store(self, prefix: str) -> dist.Store:
         """A part of the board for somebody else's keys."""

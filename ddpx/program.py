@@ -13,7 +13,7 @@ ticks that somebody waits for are published.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ddpx.schedule import Move, Schedule
@@ -163,6 +163,48 @@ def message_program(schedule: Schedule, rank: int) -> tuple[MessageStep, ...]:
         if mine or sends:
             program.append(MessageStep(sends, tuple(receives), mine))
     return tuple(program)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Consecutive steps that stay within hosts (`schedule` is then this host's part, in local ranks) or do not."""
+
+    local: bool
+    schedule: Schedule
+
+
+@lru_cache(maxsize=64)
+def phases(schedule: Schedule, nodes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Phase, ...]:
+    """A schedule as phases for `rank`, where `nodes` are the ranks of each host.
+
+    Raises ValueError for a step with moves of both kinds: then neither transport could run it alone.
+    """
+    node_of = {member: number for number, node in enumerate(nodes) for member in node}
+    mine = nodes[node_of[rank]]
+    found: list[tuple[bool, list[Move]]] = []
+    for number, moves in enumerate(schedule.by_step()):
+        kinds = {all(node_of[source] == node_of[move.dst] for source in move.srcs) for move in moves}
+        if len(kinds) > 1:
+            raise ValueError(f"step {number} of {schedule.algorithm} moves both within hosts and between them")
+        for kind in kinds:
+            if not found or found[-1][0] is not kind:
+                found.append((kind, []))
+            found[-1][1].extend(moves)
+    result = []
+    for local, moves in found:
+        if local:
+            inside = [move for move in moves if move.dst in mine]
+            part = replace(
+                schedule, world_size=len(mine), root=0, moves=tuple(_localised(move, mine) for move in inside)
+            )
+        else:
+            part = replace(schedule, moves=tuple(moves))
+        result.append(Phase(local, part))
+    return tuple(result)
+
+
+def _localised(move: Move, ranks: tuple[int, ...]) -> Move:
+    return replace(move, dst=ranks.index(move.dst), srcs=tuple(ranks.index(source) for source in move.srcs))
 
 
 def partial_sums_travel(schedule: Schedule) -> bool:

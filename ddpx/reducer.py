@@ -354,6 +354,8 @@ class Reducer:
         try:
             self.communicator.wait(bucket.pending)
         except Error as error:
+            if "It happened at" in str(error):  # a peer's words, which already say where
+                raise
             raise type(error)(f"{error} It happened at {self._bucket_text(bucket)}.") from error
         bucket.waited_s = (before, time.perf_counter())
 

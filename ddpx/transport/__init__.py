@@ -104,9 +104,6 @@ class MappedTransport(Protocol):
     def close(self) -> None: ...
 
 
-Transport = MessageTransport | MappedTransport
-
-
 # What an epoch is for, in the upper half of its header; the lower half counts training forwards.
 IN_FORWARD = 1 << 32
 IN_BACKWARD = 2 << 32
