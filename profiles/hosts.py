@@ -3,9 +3,9 @@
     python profiles/hosts.py --rate 1gbit -- train.py --modes naive,bucketed,overlapped --link none
     python profiles/hosts.py --rate 4gbit --hosts 2 --ranks-per-host 2 -- train.py --link none
 
-Each host is a network namespace with one end of a veth pair on a common bridge; `tc tbf` limits what each sends. In every
-namespace torchrun starts `--ranks-per-host` ranks of the command. DDPX_HOST_ID keeps them from sharing memory across
-hosts, which on one machine they could. Namespaces and bridge are taken down at the end, whatever happens.
+Each host is a network namespace with one end of a veth pair on a common bridge; `tc tbf` limits what each sends. In
+every namespace torchrun starts `--ranks-per-host` ranks of the command. DDPX_HOST_ID keeps them from sharing memory
+across hosts, which on one machine they could. Namespaces and bridge are taken down at the end, whatever happens.
 """
 
 import argparse
