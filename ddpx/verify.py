@@ -199,20 +199,21 @@ class _Run:
             self.advance(step, list(together))
 
     def advance(self, step: int, moves: list[Move]) -> None:
-        new: dict[int, int] = {}
-        read = set()
-        for m in moves:
-            for src in m.srcs:
-                if src not in self.held:
-                    problem = f"reads from rank {src}, which holds nothing there yet"
-                    raise ContractError(self.schedule, problem, step, m.dst, self.chunk)
-                if src != m.dst:
-                    read.add(src)
-            nodes = [self.held[src] for src in m.srcs]
-            new[m.dst] = nodes[0] if len(nodes) == 1 else self.add(nodes, step)
-        self.overwrites += [(step, rank) for rank in sorted(read & new.keys())]
+        new = {m.dst: self.result(m) for m in moves}
+        if len(moves) > 1:
+            read = {src for m in moves for src in m.srcs if src != m.dst}
+            self.overwrites += [(step, rank) for rank in sorted(read & new.keys())]
         self.held.update(new)
-        self.written.update(dict.fromkeys(new, step))
+        for dst in new:
+            self.written[dst] = step
+
+    def result(self, m: Move) -> int:
+        try:
+            nodes = [self.held[src] for src in m.srcs]
+        except KeyError as missing:
+            problem = f"reads from rank {missing.args[0]}, which holds nothing there yet"
+            raise ContractError(self.schedule, problem, m.step, m.dst, self.chunk) from None
+        return nodes[0] if len(nodes) == 1 else self.add(nodes, m.step)
 
     def add(self, nodes: list[int], step: int) -> int:
         first, second, *rest = nodes
