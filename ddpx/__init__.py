@@ -1,5 +1,6 @@
 """Data-parallel training for PyTorch that its users can read, trust and look inside."""
 
+from ddpx.communicator import Communicator
 from ddpx.data_parallel import DDPX
 from ddpx.errors import (
     DeadlineExceeded,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DDPX",
     "BucketStats",
+    "Communicator",
     "DeadlineExceeded",
     "Error",
     "Link",

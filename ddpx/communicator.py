@@ -1,17 +1,27 @@
 """Collectives as calls on a group: which algorithm, over which transport, on which stream.
 
 A `Communicator` owns one transport and one communication stream. Plans are compiled once and run many times; all ranks
-compile and run the same ones in the same order.
+compile and run the same ones in the same order. Two ways lead in: plans on buffers that live in the transport's memory,
+as the reducer's buckets do, and the six collectives of torch.distributed on tensors that live anywhere. Use one
+communicator for one of them: they number their steps differently.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ddpx import collectives
 from ddpx.algorithms import ALGORITHMS, build
+from ddpx.collectives import Call, Calls, Exchange, Op, Work, group_of, root_of
+from ddpx.cost import Fabric, choose
 from ddpx.errors import Error
 from ddpx.execute import Plan, compile_plan
 from ddpx.group import Group
+from ddpx.schedule import Schedule
 from ddpx.stream import Pending, ThreadStream, open_stream
 from ddpx.transport import Link, MappedTransport
 from ddpx.transport.hosts import Hosts
@@ -19,8 +29,19 @@ from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import SharedMemory, host_id
 
 TRANSPORTS = ("auto", "shared_memory", "process_group", "hierarchical")
-SMALL_BYTES = 64 << 10  # below it, messages cost more than bytes
 CANCEL_S = 1.0
+
+# What "auto" takes a message transport for: gloo on the loopback device, as `python -m ddpx bench` fitted it.
+MESSAGES = Fabric(alpha_s=200e-6, beta_s_per_byte=1 / 1.5e9, gamma_s_per_byte=1 / 8e9, concurrent=True)
+# Algorithms that "auto" chooses from where ranks send messages: those without options.
+CHOICES = {
+    "all_reduce": ("ring", "tree", "doubling", "halving_doubling", "circulant", "direct"),
+    "reduce_scatter": ("ring", "halving_doubling", "circulant", "direct"),
+    "all_gather": ("ring", "halving_doubling", "circulant", "direct"),
+    "broadcast": ("tree", "scatter_gather", "direct"),
+    "reduce": ("tree", "scatter_gather", "direct"),
+    "all_to_all": ("direct", "pairwise", "bruck"),
+}
 
 
 class _NothingToDo:
@@ -34,71 +55,278 @@ class _NothingToDo:
 
 
 class Communicator:
-    """All-reduces on one group. Constructing it is a collective.
+    """The six collectives on one group. Constructing it is a collective; use it from one thread.
 
-    `algorithm` and `transport` are names or "auto"; `link` emulates a slow network on top. Raises ValueError for an
-    unknown name, Error on every rank when the transport asked for does not join them.
+        communicator = ddpx.Communicator(mesh["dp"])
+        work = communicator.all_reduce(tensor, op="avg", async_op=True)
+        ...
+        work.wait()
+
+    `group`: a ProcessGroup, a dimension of a DeviceMesh, or None for the world. `algorithm` (of all-reduce) and
+    `transport` are names or "auto"; `link` emulates a slow network on top; `timeout_s` is the deadline of every wait,
+    by default the process group's. With `check`, ranks agree on each call before it starts, which costs milliseconds;
+    without it, on each new one, and shared memory compares the others as it goes.
+
+    Methods are named and behave like torch.distributed's; `op` is a ReduceOp or sum, avg, max, min, product. Each
+    takes an `algorithm` of its own collective. All ranks of the group make the same calls in the same order, or get
+    Mismatch with everybody's calls. Raises ValueError for an unknown name, Error on every rank when the transport
+    asked for does not join them.
     """
 
     def __init__(
         self,
-        group: Group,
-        device: torch.device,
+        group: Group | dist.ProcessGroup | dist.DeviceMesh | None = None,
+        device: torch.device | str = "cpu",
         algorithm: str = "auto",
         transport: str = "auto",
         link: Link | None = None,
+        *,
+        timeout_s: float | None = None,
+        check: bool = False,
     ) -> None:
         known = ALGORITHMS["all_reduce"]
         if algorithm != "auto" and algorithm not in known:
             raise ValueError(f"unknown algorithm {algorithm!r}; known: auto, {', '.join(known)}")
         if transport not in TRANSPORTS:
             raise ValueError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
-        self.group = group
-        self.device = device
+        self.group = group if isinstance(group, Group) else Group(group_of(group), timeout_s)
+        self.device = torch.device(device)
         self.algorithm = algorithm
         self.link = link
-        self.stream = open_stream(device)
-        self.transport = None if group.world_size == 1 else _open_transport(group, device, transport)
+        self.stream = open_stream(self.device)
+        self.transport = None if self.group.world_size == 1 else _open_transport(self.group, self.device, transport)
+        self._calls = Calls(self, check)
+        self._arenas: dict[int, torch.Tensor] = {}  # where user's tensors may be reduced in place, by number
+        self._arenas_made = 0
 
     @property
     def transport_name(self) -> str:
         names = {SharedMemory: "shared_memory", ProcessGroup: "process_group", Hosts: "hierarchical"}
         return "none" if self.transport is None else names[type(self.transport)]
 
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that came from peers since construction, as the transports counted them: received, or read in place."""
+        transport = self.transport
+        if isinstance(transport, Hosts):
+            return transport.local.bytes_read + transport.between.bytes_received
+        if isinstance(transport, ProcessGroup):
+            return transport.bytes_received
+        return 0 if transport is None else transport.bytes_read
+
+    # ---- The six collectives -----------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, *, algorithm: str | None = None
+    ) -> Work | None:
+        """`tensor` becomes the sum (or other `op`) over ranks: the same bits on all of them."""
+        return self._run(collectives.all_reduce(self.group, tensor, op), async_op, algorithm)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int | None = None,
+        op: Op = "sum",
+        async_op: bool = False,
+        *,
+        group_dst: int | None = None,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`tensor` becomes the sum over ranks at `dst`, a global rank; the others keep theirs."""
+        root = root_of(self.group, "dst", dst, group_dst)
+        return self._run(collectives.reduce(self.group, tensor, root, op), async_op, algorithm)
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        async_op: bool = False,
+        *,
+        group_src: int | None = None,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`tensor` becomes what it is at `src`, a global rank, bit for bit. Any type."""
+        root = root_of(self.group, "src", src, group_src)
+        return self._run(collectives.broadcast(self.group, tensor, root), async_op, algorithm)
+
+    def all_gather_into_tensor(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        async_op: bool = False,
+        *,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`output_tensor`, n times as large, becomes all ranks' `input_tensor` in rank order."""
+        call = collectives.all_gather_into_tensor(self.group, output_tensor, input_tensor)
+        return self._run(call, async_op, algorithm)
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        *,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ by rank; every rank knows them all."""
+        return self._run(collectives.all_gather(self.group, tensor_list, tensor), async_op, algorithm)
+
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Op = "sum",
+        async_op: bool = False,
+        *,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`output` becomes this rank's n-th part of the sum of all `input`s, which are n times as large."""
+        return self._run(collectives.reduce_scatter_tensor(self.group, output, input, op), async_op, algorithm)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: Op = "sum",
+        async_op: bool = False,
+        *,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`output` becomes the sum of all ranks' `input_list[rank]`. Sizes in the list may differ."""
+        return self._run(collectives.reduce_scatter(self.group, output, input_list, op), async_op, algorithm)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """Cut `input` along its first dimension, one piece for each rank; `output` becomes the pieces for this one.
+
+        All pieces alike, or of the sizes given: then ranks tell each other their sizes first, so that a difference is
+        an error on all of them. The staged buffer holds the pieces of all ranks together.
+        """
+        exchange = collectives.all_to_all_single(self.group, output, input, output_split_sizes, input_split_sizes)
+        return self._exchange(exchange, async_op, algorithm)
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[torch.Tensor],
+        input_tensor_list: Sequence[torch.Tensor],
+        async_op: bool = False,
+        *,
+        algorithm: str | None = None,
+    ) -> Work | None:
+        """`output_tensor_list[r]` becomes rank r's `input_tensor_list[rank]`. Sizes may differ, as above."""
+        exchange = collectives.all_to_all(self.group, output_tensor_list, input_tensor_list)
+        return self._exchange(exchange, async_op, algorithm)
+
+    def _exchange(self, exchange: Exchange, async_op: bool, algorithm: str | None) -> Work | None:
+        notes = None
+        if not exchange.even:
+            n = self.group.world_size
+            notes = torch.empty(n, 2, n, dtype=torch.int64, device=self.device)
+            self._run(collectives.exchange_sizes(self.group, exchange, notes), False, None)
+        return self._run(collectives.exchange_pieces(self.group, exchange, notes), async_op, algorithm)
+
+    def _run(self, call: Call, async_op: bool, algorithm: str | None) -> Work | None:
+        if algorithm is not None:
+            known = ALGORITHMS[call.collective]
+            if algorithm not in known:
+                raise ValueError(f"unknown algorithm {algorithm!r} for {call.collective}; known: {', '.join(known)}")
+            call = replace(call, algorithm=algorithm, text=f"{call.text} by {algorithm}")
+        return self._calls.run(self._in_place(call), async_op)
+
+    def _in_place(self, call: Call) -> Call:
+        """The call, to run where its tensor lies if that is memory which peers read: nothing is staged then."""
+        if not self._arenas or call.pieces is not None:
+            return call
+        ((_, _, tensor),) = call.loads or call.stores
+        for number, arena in self._arenas.items():
+            begin = tensor.data_ptr() - arena.data_ptr()
+            if begin >= 0 and begin + tensor.nbytes <= arena.nbytes and tensor.is_contiguous():
+                text = f"{call.text} in arena {number} at byte {begin}"
+                return replace(call, in_place=tensor.view(-1), text=text)
+        return call
+
+    # ---- Plans -------------------------------------------------------------------------------------------------------
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor, (numel,), zeroed, that plans can run on. A collective."""
+        """A flat tensor, (numel,), zeroed, that plans can run on. A collective.
+
+        In shared memory, all_reduce, reduce and broadcast of it (or a contiguous part) run in place, without staging.
+        """
         if self.transport is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        return self.transport.empty(numel, dtype, self.device)
+        flat = self.transport.empty(numel, dtype, self.device)
+        if isinstance(self.transport, MappedTransport):
+            self._arenas_made += 1
+            self._arenas[self._arenas_made] = flat
+        return flat
 
     def release(self, flat: torch.Tensor) -> None:
+        """Let memory from `empty` go, with the last tensor on it. All ranks release alike."""
         if self.transport is not None:
+            self._calls.forget(flat)
+            self._arenas = {n: arena for n, arena in self._arenas.items() if arena.data_ptr() != flat.data_ptr()}
             self.transport.release(flat)
 
-    def choose(self, nbytes: int) -> str:
-        """The all-reduce algorithm for a buffer of `nbytes`; the same on every rank."""
-        if isinstance(self.transport, Hosts):
-            return "hierarchical"
-        if self.algorithm != "auto":
-            return self.algorithm
-        if isinstance(self.transport, MappedTransport) or self.group.world_size <= 2:
+    def choose(self, nbytes: int, collective: str = "all_reduce") -> str:
+        """The algorithm for a buffer of `nbytes`; the same on every rank."""
+        if collective == "all_reduce":
+            if isinstance(self.transport, Hosts):
+                return "hierarchical"
+            if self.algorithm != "auto":
+                return self.algorithm
+        if isinstance(self.transport, MappedTransport) and self.link is None:
             return "direct"
-        return "ring" if nbytes >= SMALL_BYTES else "tree"
+        fabric = MESSAGES
+        if self.link is not None:  # it holds a rank back once a step
+            fabric = Fabric(self.link.alpha_s, self.link.beta_s_per_byte, concurrent=True)
+        n = self.group.world_size
+        of_rank = nbytes / n if collective == "all_to_all" else nbytes
+        return choose(n, of_rank, fabric, collective, CHOICES[collective]).algorithm
 
-    def plan_all_reduce(self, flat: torch.Tensor, operation: str = "sum") -> Plan:
+    def schedule(self, collective: str, nbytes: int, algorithm: str | None = None, root: int = 0) -> Schedule:
+        """The schedule of a collective over this group, by name or by size."""
+        algorithm = algorithm or self.choose(nbytes, collective)
+        nodes = None
+        if algorithm == "hierarchical" and isinstance(self.transport, Hosts):
+            nodes = tuple(map(tuple, self.transport.nodes))
+        return _schedule(collective, algorithm, self.group.world_size, root, nodes)
+
+    def compile(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,  # (numel,), in memory from `empty`
+        operation: str = "sum",
+        places: Sequence[tuple[int, int]] | None = None,
+    ) -> Plan:
+        """The plan of a schedule on `flat`; see `execute.compile_plan`."""
+        transport = self.transport
+        assert transport is not None
+        if isinstance(transport, Hosts) and schedule.algorithm != "hierarchical":
+            transport = transport.between
+        return compile_plan(schedule, transport, flat, operation, self.link, places)
+
+    def plan_all_reduce(self, flat: torch.Tensor, operation: str = "sum", algorithm: str | None = None) -> Plan:
         """A plan that makes `flat`, in memory from `empty`, the sum over ranks; the same bits on all of them."""
         if self.transport is None:
             return _NothingToDo()
-        options = {"nodes": self.transport.nodes} if isinstance(self.transport, Hosts) else {}
-        schedule = build("all_reduce", self.choose(flat.nbytes), self.group.world_size, **options)
-        return compile_plan(schedule, self.transport, flat, operation, self.link)
+        return self.compile(self.schedule("all_reduce", flat.nbytes, algorithm), flat, operation)
 
     def plan_broadcast(self, flat: torch.Tensor, root: int = 0) -> Plan:
         """A plan that makes `flat`, in memory from `empty`, bitwise the root's."""
         if self.transport is None:
             return _NothingToDo()
-        transport = self.transport.between if isinstance(self.transport, Hosts) else self.transport
-        return compile_plan(build("broadcast", "tree", self.group.world_size, root=root), transport, flat)
+        return self.compile(self.schedule("broadcast", flat.nbytes, root=root), flat)
+
+    # ---- The stream, and failures ------------------------------------------------------------------------------------
 
     def start(self, run: Callable[[], None]) -> Pending:
         """Run a plan on the communication stream, after what the caller has computed so far."""
@@ -128,8 +356,26 @@ class Communicator:
             self.stream = ThreadStream()
         self.transport.disconnect()
 
+    def enter(self, number: int, header: int) -> None:
+        """Begin a numbered call; ranks that share memory compare its header as they go."""
+        if isinstance(self.transport, SharedMemory):
+            self.transport.begin(number, header)
+
+    def announce(self, message: str) -> None:
+        """Tell the group, for good, that this rank failed in a call. From the thread that ran it."""
+        if self.transport is not None:
+            self.transport.fail(message)
+            self.group.announce(message)
+            self.transport.disconnect()
+
+    def absent(self) -> list[int]:
+        """The ranks that are known not to have come to the present call."""
+        return self.transport.absent() if isinstance(self.transport, SharedMemory) else []
+
     def close(self) -> None:
         self.stream.close()
+        self._calls.close()
+        self._arenas = {}
         if self.transport is not None:
             self.transport.close()
 
@@ -155,3 +401,11 @@ def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemo
         if name == "shared_memory":
             raise
         return ProcessGroup(group, device)
+
+
+@lru_cache(maxsize=64)
+def _schedule(
+    collective: str, algorithm: str, world_size: int, root: int, nodes: tuple[tuple[int, ...], ...] | None
+) -> Schedule:
+    options: dict[str, Any] = {} if nodes is None else {"nodes": nodes}
+    return build(collective, algorithm, world_size, root, **options)
