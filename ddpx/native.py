@@ -6,6 +6,7 @@ and adds n sources in one pass over memory.
 
 import ctypes
 import importlib.util
+import time
 from collections.abc import Sequence
 
 import torch
@@ -140,7 +141,12 @@ class NativePlan:
                 break
             stopped = self._operations[position]
             assert isinstance(stopped, Wait)
+            before = time.perf_counter_ns()
             transport.wait(stopped.peer, base + stopped.tick)  # raises, or waits on with an eye on everybody
+            waited_ns = time.perf_counter_ns() - before
+            outcome.wait_ns += waited_ns
+            if waited_ns > outcome.longest_ns:
+                outcome.longest_ns, outcome.last_peer = waited_ns, stopped.peer
             position += 1
         transport.bytes_read += self.bytes_read
         transport.clock = base + self._ticks

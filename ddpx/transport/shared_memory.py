@@ -220,6 +220,8 @@ class SharedMemory:
         return tensors[self.rank]
 
     def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if not flat.numel():  # without an address
+            return [flat] * self.world_size
         start = flat.data_ptr()
         for own, tensors in self._arenas:
             begin = start - own.data_ptr()
