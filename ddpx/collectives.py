@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpx import check
-from ddpx.errors import DeadlineExceeded, Error, Mismatch
+from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed
 from ddpx.execute import Plan
 from ddpx.group import Group, ranks_text
 from ddpx.operations import HALVES
@@ -515,20 +515,23 @@ class Calls:
     def _failed(self, number: int, call: Call, error: Exception) -> Error:
         """What to raise for `error`, once the peers know and have told in which call they were."""
         communicator, group = self._communicator, self._communicator.group
-        absent = communicator.absent()
+        absent = communicator.absent()  # before the others hear of it and leave
         self._failure = f"{call.text}: {error}"
-        communicator.announce(f"rank {group.rank} failed in {call.text}: {error}")
+        communicator.announce(f"rank {group.rank} failed in {call.text}: {error}{_not_come(absent)}")
         try:
             calls = check.heard(group, number, call.text)
         except RuntimeError:  # the store is gone, with the rank that kept it
             calls = {group.rank: ""}
         if len(set(calls.values())) > 1:
             return Mismatch(check.differing(calls))
-        if isinstance(error, DeadlineExceeded):
-            missing = absent or [rank for rank in range(group.world_size) if rank not in calls]
-            came = f" {ranks_text(missing).capitalize()} did not come to this call." if missing else ""
-            return DeadlineExceeded(f"{call.text}: {error}{came}")
-        return (type(error) if isinstance(error, Error) else Error)(f"{call.text}: {error}")
+        words = str(error) if isinstance(error, PeerFailed) else f"{call.text}: {error}"
+        if isinstance(error, DeadlineExceeded | PeerFailed):
+            words += _not_come(absent or [rank for rank in range(group.world_size) if rank not in calls])
+        return (type(error) if isinstance(error, Error) else Error)(words)
+
+
+def _not_come(ranks: list[int]) -> str:
+    return f" {ranks_text(ranks).capitalize()} did not come to this call." if ranks else ""
 
 
 def _wire_dtype(call: Call, schedule: Schedule) -> torch.dtype:
