@@ -1,14 +1,17 @@
 """Data-parallel training for PyTorch that its users can read, trust and look inside."""
 
 from ddpx.communicator import Communicator
-from ddpx.data_parallel import DDPX
+from ddpx.data_parallel import DDPX, sync_grads
 from ddpx.errors import (
     DeadlineExceeded,
     Error,
     Mismatch,
+    NonFiniteGradient,
     ParametersChanged,
     PeerFailed,
     PeerLost,
+    ReplicasDrifted,
+    UnsynchronisedStep,
     UnusedParameters,
 )
 from ddpx.stats import BucketStats, StepStats
@@ -24,9 +27,13 @@ __all__ = [
     "Error",
     "Link",
     "Mismatch",
+    "NonFiniteGradient",
     "ParametersChanged",
     "PeerFailed",
     "PeerLost",
+    "ReplicasDrifted",
     "StepStats",
+    "UnsynchronisedStep",
     "UnusedParameters",
+    "sync_grads",
 ]

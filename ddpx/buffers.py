@@ -1,4 +1,4 @@
-"""Rank 0's values for everybody: parameters and buffers once, buffers again before each training forward."""
+"""One rank's values for everybody: parameters and buffers once, buffers again before each training forward."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpx.communicator import Communicator
+from ddpx.errors import ParametersChanged
 from ddpx.execute import Plan
 
 BATCH_BYTES = 32 << 20
@@ -38,8 +39,8 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
-def broadcast(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Make `tensors` bitwise rank 0's on every rank, whatever their types and strides. A collective."""
+def broadcast(communicator: Communicator, tensors: Sequence[Tensor], root: int = 0) -> None:
+    """Make `tensors` bitwise the root's on every rank, whatever their types and strides. A collective."""
     batches: list[list[Tensor]] = [[]]
     for tensor in tensors:
         if batches[-1] and packed_bytes([*batches[-1], tensor]) > BATCH_BYTES:
@@ -50,12 +51,13 @@ def broadcast(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
         return
     staging = communicator.empty(largest, torch.uint8)
     for batch in batches:
-        _share(communicator, Packed(batch, staging), communicator.plan_broadcast(staging[: packed_bytes(batch)]))
+        plan = communicator.plan_broadcast(staging[: packed_bytes(batch)], root)
+        _share(communicator, Packed(batch, staging), plan, root)
     communicator.release(staging)
 
 
-def _share(communicator: Communicator, packed: Packed, plan: Plan) -> None:
-    source = communicator.group.rank == 0
+def _share(communicator: Communicator, packed: Packed, plan: Plan, root: int) -> None:
+    source = communicator.group.rank == root
     if source:
         packed.pack()
     communicator.wait(communicator.start(plan.run))
@@ -79,21 +81,32 @@ class BufferSync:
                 if buffer is not None and id(buffer) not in seen and name not in ignored:
                     seen.add(id(buffer))
                     self._places.append((owner, key))
-        self._bound: tuple[list[Tensor], Packed, Plan] | None = None
+        self._bound: tuple[list[Tensor], Packed] | None = None
+        self._plans: dict[int, Plan] = {}  # by root
         self._staging = communicator.empty(packed_bytes(self._tensors()), torch.uint8)
 
     def _tensors(self) -> list[Tensor]:
         found = [owner._buffers[key] for owner, key in self._places]
         return [tensor for tensor in found if tensor is not None]
 
-    def run(self) -> None:
+    def run(self, root: int = 0) -> None:
         if self._communicator.group.world_size == 1:
             return
         tensors = self._tensors()
-        if self._bound is None or any(now is not then for now, then in zip(tensors, self._bound[0], strict=False)):
-            plan = self._bound[2] if self._bound else self._communicator.plan_broadcast(self._staging)
-            self._bound = (tensors, Packed(tensors, self._staging), plan)
-        _share(self._communicator, self._bound[1], self._bound[2])
+        if self._bound is None or not _same(tensors, self._bound[0]):
+            if packed_bytes(tensors) > self._staging.nbytes:
+                raise ParametersChanged(
+                    f"rank {self._communicator.group.rank}: the module's buffers have grown after wrapping, from at most "
+                    f"{self._staging.nbytes} bytes to {packed_bytes(tensors)}. Buffers keep their size and type."
+                )
+            self._bound = (tensors, Packed(tensors, self._staging))
+        if root not in self._plans:
+            self._plans[root] = self._communicator.plan_broadcast(self._staging, root)
+        _share(self._communicator, self._bound[1], self._plans[root], root)
+
+
+def _same(now: Sequence[Tensor], then: Sequence[Tensor]) -> bool:
+    return len(now) == len(then) and all(new is old for new, old in zip(now, then, strict=True))
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,47 +1,65 @@
 """`DDPX(module)`: wrap a model on every rank, and after `backward()` each `param.grad` is the mean over all ranks.
 
-The wrapper checks that ranks hold the same model, starts them from rank 0's values, shares rank 0's buffers before each
-training forward, and tells the reducer which outputs belong to a synchronised step. All the rest is `ddpx.reducer`.
+The wrapper checks that ranks hold the same model (ddpx.checks), starts them from rank 0's values, shares rank 0's buffers
+before each training forward (ddpx.buffers), and tells the reducer which outputs belong to a synchronised step. All the
+rest is `ddpx.reducer`. It takes the place of DistributedDataParallel: the same arguments, in the same order.
 """
 
 import contextlib
 import copy
-import dataclasses
-import hashlib
-import pickle
+import time
+import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.scatter_gather import gather as gather_outputs
+from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from ddpx import checks
+from ddpx.arguments import MixedPrecision, bucket_sizes, buffer_rules, delayed_names, group_of
 from ddpx.buffers import BufferSync, broadcast
+from ddpx.comm_hooks import HookRunner, builtin_hook, check_hook, expects_divergence
 from ddpx.communicator import Communicator
-from ddpx.errors import Mismatch, ParametersChanged
+from ddpx.drift import EVERY
+from ddpx.errors import ParametersChanged
 from ddpx.group import Group
-from ddpx.reducer import POLICIES, Mode, Reducer
+from ddpx.guard import LocalSteps, guard_steps
+from ddpx.in_backward import step_all, take_over
+from ddpx.join import DDPXJoinHook, JoinContext, UnevenInputs, can_join
+from ddpx.logging_data import Logger, RunningTimes, logging_data
+from ddpx.outputs import tensors_in
+from ddpx.reducer import POLICIES, Mode, NonFinite, Options, Reducer
+from ddpx.sparse import sparse_parameters
 from ddpx.stats import StepStats
 from ddpx.transport import IN_FORWARD, Link
 
-DEFAULT_BUCKET_MB = 25.0
+PRE_FORWARD, POST_FORWARD = "PRE_FORWARD", "POST_FORWARD"
 
 
-class DDPX(nn.Module):
+class DDPX(nn.Module, Joinable):
     """Data-parallel `module`: same weights on every rank, gradients averaged during backward.
 
     Constructing it is a collective of `process_group` (default: the whole world; without torch.distributed, this process
     alone). Gradients are views into communication memory: they are overwritten by the next backward, so clone one to keep
     it, or pass gradient_as_bucket_view=False.
 
-    Args (beyond those of DistributedDataParallel):
-        mode: "overlapped" launches a bucket when it is full; "bucketed" all after backward; "naive" one parameter at a time.
+    The positional arguments are those of torch's DistributedDataParallel, with its meanings; docs/migration.md tells what
+    differs. The others:
+        mode: "overlapped" launches a bucket when it is full; "bucketed" all after backward; "naive" one parameter at a
+            time, waiting for each.
         algorithm: of the all-reduce: "auto", "ring", "tree", "direct" and whatever ddpx.algorithms lists.
         transport: "auto", "shared_memory" (ranks of one host) or "process_group" (torch.distributed messages).
-        bucket_cap_mb: size of a bucket in MiB.
         link: emulate a slow network, as Link or text such as "200us,1GB/s".
         timeout_s: deadline of every wait; default the process group's.
+        check_replicas_every: compare a few megabytes of parameters over the ranks once in so many backwards; 0: never.
+        nonfinite: what to do about NaN or infinity in a gradient, before it is reduced: "ignore", "warn" or "error".
+        local_steps: "error" reports an optimizer that steps on gradients no backward has reduced; "allow" does not.
 
     Raises ValueError or RuntimeError, on every rank, for a model that cannot be trained or differs between ranks.
     """
@@ -51,76 +69,201 @@ class DDPX(nn.Module):
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
-        *,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        broadcast_buffers: bool = True,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
         mode: Mode = "overlapped",
         algorithm: str = "auto",
         transport: str = "auto",
         link: Link | str | None = None,
         timeout_s: float | None = None,
+        check_replicas_every: int = EVERY,
+        nonfinite: NonFinite = "ignore",
+        local_steps: LocalSteps = "error",
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         super().__init__()
-        self._arguments = {
-            "process_group": process_group,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-            "broadcast_buffers": broadcast_buffers,
-            "mode": mode,
-            "algorithm": algorithm,
-            "transport": transport,
-            "link": link,
-            "timeout_s": timeout_s,
-        }
+        Joinable.__init__(self)
+        self._arguments = arguments
         if mode not in POLICIES:
             raise ValueError(f"mode is one of {', '.join(POLICIES)}, not {mode!r}")
-        cap_mb = DEFAULT_BUCKET_MB if bucket_cap_mb is None or bucket_cap_mb <= 0 else bucket_cap_mb
+        if nonfinite not in ("ignore", "warn", "error"):
+            raise ValueError(f"nonfinite is one of ignore, warn, error, not {nonfinite!r}")
+        if local_steps not in ("error", "allow"):
+            raise ValueError(f"local_steps is one of error, allow, not {local_steps!r}")
+        if check_replicas_every < 0:
+            raise ValueError(f"check_replicas_every counts backwards from 0 (never), not {check_replicas_every}")
+        if check_reduction:
+            warnings.warn(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        delayed = delayed_names(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.process_group = group_of(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._group = Group(self.process_group, timeout_s)
+        ignored = checks.ignored_names(module)
+        parameters = checks.parameters_of(module, ignored)
+        trained = checks.check_trainable(parameters)
+        device = checks.device_of(parameters, device_ids, output_device)
+        checks.refuse_sync_batch_norm_on_cpu(module, device)
+        self.forward_sync_buffers, share_buffers_now = buffer_rules(broadcast_buffers, forward_sync_buffers)
+        sizes = bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self.module = module
+        self.device = device
+        self.device_type = device.type
+        self.device_ids: list[int] | None = [device.index] if device_ids else None
+        self.output_device = device.index if device_ids and output_device is None else output_device
+        self.dim = dim
+        self.is_multi_device_module = False
         self.require_backward_grad_sync = True
-        self.process_group = process_group
+        self.require_forward_param_sync = True
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self._group = Group(process_group, timeout_s)
-        trained, device = _trained_parameters(module)
-        _agree_on_model(self._group, module)
-        self.device = device
+        self.batched_grad_copy = batched_grad_copy
+        self.static_graph = False
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self._precision = MixedPrecision.of(mixed_precision)
+        self.parameters_to_ignore = set(ignored)
+        self.broadcast_bucket_size = 250 * 2**20
+        self.bucket_bytes_cap = sizes.bucket_bytes
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap_list = list(sizes.listed)
+        self.use_side_stream_for_tensor_copies = True
+        self._has_joined = False
+        self._uneven: UnevenInputs | None = None
+        self._divide_by_initial_world_size = True
+        self._buffer_hook: tuple[Callable[..., Any], Any, str] | None = None
+        self._buffer_futures: list[torch.futures.Future[Any]] = []
+        self._in_backward: list[tuple[nn.Parameter, Any]] | None = None
+        self._assign_modules_buffers()
+        options = Options(
+            mode,
+            sizes.bucket_bytes,
+            sizes.first,
+            sizes.listed,
+            find_unused=find_unused_parameters or static_graph or skip_all_reduce_unused_params,
+            static=static_graph,
+            exclude_unused=skip_all_reduce_unused_params,
+            gradients_are_views=gradient_as_bucket_view,
+            wire_dtype=self._precision.wire_dtype if self._precision else None,
+            nonfinite=nonfinite,
+            check_replicas_every=check_replicas_every,
+            epochs_per_round=2 if self.forward_sync_buffers and self.modules_buffers else 1,
+        )
+        agreed = {"algorithm": algorithm, "transport": transport, "find_unused_parameters": options.find_unused}
+        agreed |= {"static_graph": static_graph, "forward_sync_buffers": self.forward_sync_buffers, "mode": mode}
+        agreed |= {
+            "check_replicas_every": check_replicas_every,
+            "skip_all_reduce_unused_params": options.exclude_unused,
+        }
+        checks.agree_on_model(self._group, parameters, self.named_module_buffers, agreed)
         communicator = Communicator(
             self._group, device, algorithm, transport, Link.parse(link) if isinstance(link, str) else link
         )
-        broadcast(communicator, [*_parameters(module).values(), *_buffers(module).values()])
-        self._buffer_sync = BufferSync(communicator, module) if broadcast_buffers and _buffers(module) else None
+        if init_sync:
+            broadcast(communicator, self.shared_tensors(buffers=share_buffers_now))
+        if self._precision is not None and self._precision.buffer_dtype is not None:
+            _cast_buffers(self.modules_buffers, self._precision.buffer_dtype)
+        self._buffer_sync: BufferSync | None = None
+        if self.modules_buffers:
+            self._buffer_sync = BufferSync(communicator, module, ignored)
         self.reducer = Reducer(
             trained,
             communicator,
-            mode,
-            max(1, int(cap_mb * 2**20)),
-            find_unused=find_unused_parameters or static_graph,
-            gradients_are_views=gradient_as_bucket_view,
+            options,
+            sparse_parameters(module),
+            delayed,
+            list(parameters.items()) if init_sync else [],
         )
-        self._places = _places(module)
-        self._finalizer = weakref.finalize(self, self.reducer.close)
+        self.logger = Logger(self)
+        self._times = RunningTimes()
+        self.reducer.after_round = _after_round(weakref.ref(self))
+        self._places = checks.places_of(module, ignored)
+        guard = guard_steps(self.reducer) if local_steps == "error" and self._group.world_size > 1 else None
+        self._finalizer = weakref.finalize(self, _close, self.reducer, guard)
+        if static_graph:
+            self._set_static_graph()
+
+    # ---- A step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
-            return self.module(*args, **kwargs)
-        self._check_parameters()
+        if self._in_backward is None:
+            self._in_backward = take_over([slot.param for slot in self.reducer.slots])
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync and self._check_parameters()
+        root = 0
+        shares = syncs and self.training and self.will_sync_module_buffers()
+        if self._join_config.enable and self._uneven is not None:
+            root = self._uneven.announce_forward(shares, syncs, syncs and self.training)
+        args, kwargs = self._move_inputs(args, kwargs)
+        if not syncs:
+            return self._run_module(args, kwargs)
+        if shares and self._buffer_hook_location() != POST_FORWARD:
+            self.share_buffers(root)
+        began_s = time.perf_counter()
         try:
-            if self._buffer_sync is not None and self.training:
-                self.reducer.enter(IN_FORWARD)
-                self._buffer_sync.run()
-            output = self.module(*args, **kwargs)
+            output = self._run_module(args, kwargs)
         except BaseException as error:
             self.reducer.forward_failed(error)
             raise
+        self._times.forward_s = (began_s, time.perf_counter())
+        if shares and self._buffer_hook_location() == POST_FORWARD:
+            self.share_buffers(root)
         self.reducer.watch(list(tensors_in(output)), counts=self.training)
         return output
+
+    def _run_module(self, args: Any, kwargs: Any) -> Any:
+        if self._precision is not None and self._precision.param_dtype is not None:
+            return _in_low_precision(self.module, self._precision.param_dtype, self.parameters_to_ignore, args, kwargs)
+        return self.module(*args, **kwargs)
+
+    def _move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self.device_ids:
+            return args, kwargs
+        from torch.distributed.utils import _to_kwargs
+
+        moved, moved_kwargs = _to_kwargs(args, kwargs, self.device, self.use_side_stream_for_tensor_copies)
+        return moved[0], moved_kwargs[0]
+
+    def _check_parameters(self) -> bool:
+        """What was wrapped must still be what is trained. Returns whether there is anything to synchronise.
+
+        Parameters may be frozen for a while: all of them (a discriminator in its generator's step), or, where parameters
+        may go without a gradient, some.
+        """
+        change, frozen = checks.change_in(self._places)
+        if not change and not frozen:
+            return True
+        if not change and len(frozen) == len(self.reducer.slots):
+            return False
+        if not change and self.reducer.find_unused:
+            return True
+        message = (
+            f"rank {self._group.rank}: {change or f'parameter {frozen[0]} was frozen'} after wrapping, so gradients would "
+            "not be reduced as planned. Change the model first, then wrap it in DDPX"
+            f"{'; or pass find_unused_parameters=True' if frozen else ''}."
+        )
+        error = ParametersChanged(message)
+        self.reducer.forward_failed(error)
+        raise error
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,149 +274,287 @@ class DDPX(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def sync_grads(self) -> None:
+        """Reduce the gradients that have accumulated on each rank, without another forward. A collective."""
+        self.reducer.sync_now()
+
     def stats(self) -> StepStats | None:
         """Times of the last synchronised backward on this rank, or None before the first."""
         return self.reducer.last_step
 
-    def _check_parameters(self) -> None:
-        """What was wrapped must still be what is trained. One look at each parameter, no hashing."""
-        for name, owner, key, param, trained, dtype in self._places:
-            now = owner._parameters.get(key)
-            if now is param and now.requires_grad is trained and now.dtype is dtype:
-                continue
-            if now is not param:
-                change = "was replaced"
-            elif now.requires_grad is not trained:
-                change = "was frozen" if trained else "was unfrozen"
-            else:
-                change = f"changed from {dtype} to {now.dtype}"
-            message = (
-                f"rank {self._group.rank}: parameter {name} {change} after wrapping, so its gradient would not be "
-                "reduced. Change the model first, then wrap it in DDPX."
+    # ---- Buffers
+
+    def shared_tensors(self, buffers: bool) -> list[Tensor]:
+        """Parameters, and buffers if asked for, that all ranks have in common."""
+        parameters = checks.parameters_of(self.module, frozenset(self.parameters_to_ignore))
+        self._assign_modules_buffers()
+        return [*parameters.values(), *(self.modules_buffers if buffers else ())]
+
+    def share_buffers(self, root: int = 0) -> None:
+        """The root's buffers for everybody, or what a registered buffer hook does instead. A collective."""
+        self.reducer.enter(IN_FORWARD)
+        try:
+            if self._buffer_hook is None:
+                if self._buffer_sync is not None:
+                    self._buffer_sync.run(root)
+                return
+            self._assign_modules_buffers()
+            hook, state, _ = self._buffer_hook
+            self._buffer_futures += hook(state, self.named_module_buffers) or []
+        except BaseException as error:
+            self.reducer.fail_in_epoch(error)
+            raise
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether training forwards share buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _assign_modules_buffers(self) -> None:
+        self.named_module_buffers = checks.buffers_of(self.module, frozenset(self.parameters_to_ignore))
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def _buffer_hook_location(self) -> str:
+        return self._buffer_hook[2] if self._buffer_hook is not None else PRE_FORWARD
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
+        """Let hook(state, {name: buffer}) share buffers instead, before or after the forward (DDP's default)."""
+        if not callable(hook):
+            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
+        location = POST_FORWARD if comm_hook_location is None else comm_hook_location.name
+        self._buffer_hook = (hook, state, location)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """For buffer hooks: what DDP does without one."""
+        tensors = self.modules_buffers if bufs is None else list(bufs)
+        self._distributed_broadcast_coalesced(tensors, bucket_size or self.broadcast_bucket_size, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
+        if self.process_group is not None:
+            dist._broadcast_coalesced(self.process_group, tensors, buffer_size, authoritative_rank)
+
+    # ---- Communication hooks
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket; it returns a future. See ddpx.comm_hooks.
+
+        Call it on every rank, once, before the first backward. Gradients are not divided: the hook does that.
+        """
+        try:
+            check_hook(hook)
+            if self.reducer.hook_name:
+                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.reducer.last_error = str(error)
+            raise
+        self.reducer.set_hook(HookRunner(state, hook), expects_divergence(state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """DDP's compiled hooks, by what the Python hooks of the same names do."""
+        self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Step `optim` on each parameter as soon as its gradient is reduced, through torch's own overlap hook."""
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{optim} does not support overlapped DDP. Please file an issue to PyTorch or the respective owner of "
+                f"{optim}."
+            ) from error
+
+    # ---- Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """For uneven inputs: ranks that run out of batches inside shadow the others until all have. A collective."""
+        if not can_join():
+            return contextlib.nullcontext()
+        return JoinContext(
+            self,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's Join context asks each of its members for."""
+        self._has_joined = True
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return DDPXJoinHook(self, self._divide_by_initial_world_size)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    # ---- What else scripts and torch itself reach for
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return gather_outputs(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        from torch.distributed.utils import _to_kwargs
+
+        device = torch.device(self.device_type, device_id)
+        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+
+    def _set_static_graph(self) -> None:
+        """Promise that each backward uses the same parameters as the first. A collective, before the first step."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self.reducer.rounds:
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
             )
-            self.reducer.forward_failed(ParametersChanged(message))
-            raise ParametersChanged(message)
+        self.static_graph = self.reducer.static = True
+        self.reducer.allow_unused()
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused "
+                "parameters automatically, so you do not need to set find_unused_parameters=true, just be sure these "
+                "unused parameters will not change during training loop while calling `_set_static_graph`.",
+                stacklevel=2,
+            )
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """DDP's report on a wrapper: its settings, buckets and times in nanoseconds."""
+        return logging_data(self, self._times)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        self._times.rate = sample_rate
+
+    def _check_reducer_finalized(self) -> None:
+        """Nothing is ever left over: what a backward lacks is reported when it ends."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Leave the parameters alone: gradients stay local from here on."""
+        self.reducer.remove_hooks()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing to set: outputs are returned as the module made them."""
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        raise NotImplementedError(
+            "DDPX does not move to another process group. Wrap the inner module anew: DDPX(model.module, "
+            "process_group=new_process_group)."
+        )
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        return DistributedDataParallel._get_data_parallel_params(module, named_params)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Parameters and buffers that are neither shared nor reduced, by name; before wrapping."""
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._group.rank
 
     # ---- Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DDPX":
         """A wrapper of its own around a copy of the module; a collective, like construction."""
-        twin = DDPX(copy.deepcopy(self.module, memo), **self._arguments)
+        twin = type(self)(copy.deepcopy(self.module, memo), **self._arguments)
         twin.train(self.training)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._arguments["process_group"] is not None:
-            raise RuntimeError(
+        if self.process_group is not None and self.process_group is not dist.group.WORLD:
+            message = (
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
                 "when you have called init_process_group and have not passed process_group argument to DDP constructor"
             )
-        return {"module": self.module, "arguments": self._arguments, "training": self.training}
+            self.reducer.last_error = message
+            raise RuntimeError(message)
+        arguments = {**self._arguments, "process_group": None}
+        return {"module": self.module, "arguments": arguments, "training": self.training}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["module"], **state["arguments"])  # type: ignore[misc]
         self.train(state["training"])
 
 
-# ---- The model, as all ranks must agree on it ------------------------------------------------------------------------
+DistributedDataParallel.register(DDPX)  # frameworks unwrap what is an instance of it
 
 
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters())
+def sync_grads(model: DDPX) -> None:
+    """Reduce the gradients that have accumulated in `model` on each rank, without another forward. A collective."""
+    if not isinstance(model, DDPX):
+        raise TypeError(f"sync_grads takes a DDPX, not {type(model).__name__}")
+    model.sync_grads()
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers())
+# ---- Called from elsewhere; they hold the wrapper weakly, so that it can go ---------------------------------------------
 
 
-def _trained_parameters(module: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], torch.device]:
-    """Names and parameters to reduce, and their device; ValueError or RuntimeError when they can't be trained."""
-    parameters = _parameters(module)
-    lazy = [name for name, param in parameters.items() if isinstance(param, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DDPX`. Run a dummy forward pass to correctly "
-            f"initialize the modules. Uninitialized: {', '.join(lazy)}."
-        )
-    trained = [(name, param) for name, param in parameters.items() if param.requires_grad]
-    if not trained:
-        raise RuntimeError(
-            "DDPX is not needed when a module doesn't have any parameter that requires a gradient."
-        )
-    devices = {param.device for _, param in trained}
-    if len({device.type for device in devices}) > 1:
-        raise ValueError(
-            "DDPX's input module must be on the same type of devices, but input module parameters locate in "
-            f"{sorted({device.type for device in devices})}."
-        )
-    if len(devices) > 1:
-        raise ValueError(f"DDPX needs a module on one device, but its parameters are on {sorted(map(str, devices))}.")
-    return trained, devices.pop()
+def _after_round(model: "weakref.ref[DDPX]") -> Callable[[], None]:
+    def after_round() -> None:
+        owner = model()
+        if owner is None:
+            return
+        owner._times.add(owner)
+        futures, owner._buffer_futures = owner._buffer_futures, []
+        for future in futures:
+            future.wait()
+        if owner._in_backward:
+            step_all(owner._in_backward)
+
+    return after_round
 
 
-def _agree_on_model(group: Group, module: nn.Module) -> None:
-    """Raise the same Mismatch on every rank, naming the first difference, unless all hold the same model."""
-    lines = [
-        (name, list(t.shape), list(t.stride()), str(t.dtype), t.requires_grad)
-        for name, t in [*_parameters(module).items(), *_buffers(module).items()]
-    ]
-    digests = group.gather("model fingerprint", hashlib.sha256(pickle.dumps(lines)).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    models = group.gather("model", (lines, len(_parameters(module))))
-    reference, count = models[0]
-    for rank, (theirs, their_count) in enumerate(models):
-        if their_count != count:
-            raise Mismatch(
-                f"DDP expects same model across all ranks, but Rank {rank} has {their_count} params, "
-                f"while rank 0 has inconsistent {count} params."
-            )
-        for index, (line, their_line) in enumerate(zip(reference, theirs, strict=False)):
-            if line != their_line:
-                raise Mismatch(
-                    "DDP expects same model across all ranks, but they differ first at tensor "
-                    f"{index}: rank 0 has {_line_text(line)}, rank {rank} has {_line_text(their_line)}."
-                )
-        if len(theirs) != len(reference):
-            raise Mismatch(
-                f"DDP expects same model across all ranks, but rank {rank} has {len(theirs) - their_count} buffers, "
-                f"while rank 0 has {len(reference) - count}."
-            )
+def _close(reducer: Reducer, guard: Any) -> None:
+    if guard is not None:
+        guard.remove()
+    reducer.close()
 
 
-def _line_text(line: tuple[str, list[int], list[int], str, bool]) -> str:
-    name, shape, stride, dtype, trained = line
-    return f"{name} {shape} stride {stride} {dtype}{'' if trained else ' not trained'}"
+# ---- Mixed precision ----------------------------------------------------------------------------------------------------
 
 
-def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter, bool, torch.dtype]]:
-    """Where each parameter hangs, and as what, to notice later changes without walking the model."""
-    return [
-        (f"{prefix}.{key}" if prefix else key, owner, key, param, param.requires_grad, param.dtype)
-        for prefix, owner in module.named_modules()
-        for key, param in owner._parameters.items()
-        if param is not None
-    ]
+def _cast_buffers(buffers: Sequence[Tensor], dtype: torch.dtype) -> None:
+    for buffer in buffers:
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
-def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts, dataclasses and objects with attributes."""
-    seen = set() if _seen is None else _seen
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (str, bytes, int, float, complex, type, nn.Module)) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        children: Any = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        children = value
-    elif dataclasses.is_dataclass(value):
-        children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__"):
-        children = vars(value).values()
-    else:
-        children = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    for child in list(children):
-        yield from tensors_in(child, seen)
+def _in_low_precision(module: nn.Module, dtype: torch.dtype, ignored: set[str], args: Any, kwargs: Any) -> Any:
+    """The module's forward with its floating-point parameters and inputs in `dtype`; autograd casts gradients back."""
+    from torch.distributed.utils import _cast_forward_inputs
+
+    args, kwargs = _cast_forward_inputs(dtype, *args, **kwargs)
+    low = {
+        name: param.to(dtype)
+        for name, param in module.named_parameters()
+        if param.is_floating_point() and name not in ignored
+    }
+    return torch.func.functional_call(module, low, args, kwargs, tie_weights=True)

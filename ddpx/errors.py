@@ -31,3 +31,15 @@ class UnusedParameters(Error):
 
 class ParametersChanged(Error):
     """A parameter was replaced, re-typed, moved, frozen or unfrozen after the model was wrapped."""
+
+
+class UnsynchronisedStep(Error):
+    """An optimizer was about to step on gradients that no backward has reduced over the ranks."""
+
+
+class ReplicasDrifted(Error):
+    """Parameters that have to be equal on all ranks are not."""
+
+
+class NonFiniteGradient(Error):
+    """A gradient had NaN or infinity in it before it was reduced; the message names rank, parameter and step."""

@@ -1,20 +1,22 @@
 """The life of one gradient: hook, arena, bucket, launch, wait.
 
 A *round* is one backward that has to be synchronised. It begins when a hook on the module's output fires, and ends in a
-callback of the autograd engine. In between, each parameter's hook writes its gradient, divided by the number of ranks, into
-the arena and re-attaches `param.grad` there; a bucket whose gradients are all written may launch.
+callback of the autograd engine. In between, each parameter's hook writes its gradient, divided by the number of ranks,
+into the arena and re-attaches `param.grad` there; a bucket whose gradients are all written may launch.
 
 Note: launch order. Buckets launch strictly in index order on every rank, whatever order they fill in, so that all ranks
 run the same plans in the same order and no message can meet the wrong bucket.
 
-Note: rehearsal. In the first round nothing is written before backward ends. It shows the order in which gradients arrive
-(rank 0's counts for all), so the arena is laid out once, in that order. A parameter whose hook fires in a nested backward
-(reentrant checkpointing) may fire again, so it always waits for the end of the round.
+Note: rehearsal. In the first round nothing is written before backward ends. It shows the order in which gradients
+arrive (rank 0's counts for all), so the arena is laid out once, in that order. A parameter whose hook fires in a nested
+backward (reentrant checkpointing) may fire again, so it always waits for the end of the round.
 
 The three modes are this one machine with two switches: one bucket a parameter or fixed-size ones, and when they launch.
 """
 
+import math
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +26,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddpx.bucket import Item, Layout, plan_buckets
+from ddpx.arena import Bucket, Slot, bind, items_of, names_text
+from ddpx.bucket import plan_buckets
+from ddpx.comm_hooks import GradBucket, HookRunner, run_allreduce
 from ddpx.communicator import Communicator
-from ddpx.errors import Error, UnusedParameters
+from ddpx.drift import ReplicaCheck
+from ddpx.errors import Error, NonFiniteGradient, UnusedParameters
 from ddpx.execute import Plan
+from ddpx.sparse import SparseMean
 from ddpx.stats import BucketStats, StepStats
-from ddpx.stream import Pending
 from ddpx.transport import IN_BACKWARD
 
 Mode = Literal["naive", "bucketed", "overlapped"]
+NonFinite = Literal["ignore", "warn", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +57,27 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A parameter's place: where its gradient lies, and what has happened to it in this round."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How gradients are reduced, as every rank has to agree on it.
 
-    index: int
-    name: str
-    param: Parameter
-    view: Tensor | None = None  # shaped as the parameter, in the arena
-    buckets: tuple[int, ...] = ()
-    written: bool = False  # in the arena, scaled
-    nested: bool = False  # fired in a nested backward, so it may fire again
-    local: bool = False  # has gradients that no round has reduced yet
-    own_grad: Tensor | None = None  # the tensor to copy the mean to, where gradients are not views
+    `find_unused` lets parameters go without a gradient; they count as zero where another rank has one, and keep their
+    `grad` where no rank has. `static` adds a promise: each rank's set of them stays that of its first round.
+    `exclude_unused` adds another: what no rank used in the first round is left out of all later ones.
+    """
 
-
-@dataclass(slots=True, eq=False)
-class Bucket:
-    """A slice of an arena with its plan."""
-
-    index: int
-    flat: Tensor
-    slots: tuple[Slot, ...]
-    plan: Plan
-    algorithm: str
-    missing: int = 0
-    pending: Pending | None = None
-    ready_s: float = 0.0
-    launched_s: float = 0.0
-    waited_s: tuple[float, float] = (0.0, 0.0)
+    mode: Mode = "overlapped"
+    bucket_bytes: int = 25 << 20
+    first_bucket_bytes: int | None = None
+    bucket_bytes_list: tuple[int, ...] = ()
+    find_unused: bool = False
+    static: bool = False
+    exclude_unused: bool = False
+    gradients_are_views: bool = True
+    wire_dtype: torch.dtype | None = None  # of floating-point gradients in buckets; None: as their parameters
+    nonfinite: NonFinite = "ignore"
+    check_replicas_every: int = 0  # rounds; 0: never
+    epochs_per_round: int = 1  # 2 where forwards share buffers
 
 
 @dataclass(slots=True)
@@ -91,53 +89,101 @@ class Round:
     began_s: float
     next_launch: int = 0
     arrivals: list[int] = field(default_factory=list)
+    shadow: bool = False  # this rank has no inputs and brings zeros
+
+
+NO_TASK = -1
+UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
 
 
 class Reducer:
     """Reduces the gradients of `parameters` over a communicator. Not a module: it holds no weights.
 
-    It knows no algorithm: the communicator hands it a plan for each bucket. `find_unused` lets parameters go without a
-    gradient; they count as zero where another rank has one, and keep their `grad` where no rank has.
+    It knows no algorithm: the communicator hands it a plan for each bucket. `sparse` are parameters with sparse
+    gradients, `last` those expected to get theirs after all others. `replicated` are compared over the ranks now and then.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, Parameter]],
         communicator: Communicator,
-        mode: Mode,
-        bucket_bytes: int,
-        first_bucket_bytes: int | None = None,
-        find_unused: bool = False,
-        gradients_are_views: bool = True,
+        options: Options,
+        sparse: set[Parameter] = frozenset(),  # type: ignore[assignment]
+        last: set[str] = frozenset(),  # type: ignore[assignment]
+        replicated: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
         self.communicator = communicator
-        self.policy = POLICIES[mode]
-        self.mode = mode
-        self.find_unused = find_unused
-        self.gradients_are_views = gradients_are_views
-        self.slots = [Slot(index, name, param) for index, (name, param) in enumerate(parameters)]
+        self.options = options
+        self.policy = POLICIES[options.mode]
+        self.mode = options.mode
+        self.find_unused = options.find_unused
+        self.static = options.static
+        self.gradients_are_views = options.gradients_are_views
+        self.slots = [Slot(index, name, param, param in sparse) for index, (name, param) in enumerate(parameters)]
         self.buckets: list[Bucket] = []
-        self.arenas: dict[torch.dtype, Tensor] = {}
+        self.arenas: dict[str, Tensor] = {}
         self.forwards = 0  # training forwards since the last round
         self.epoch = 0
         self.rounds = 0
         self.expects_backward_anywhere = False
+        self.has_local = False  # some slot may have gradients that no round has reduced
+        self.is_alone = True  # no other live wrapper reduces the same parameters
+        self.joining = False  # inside a join context, where ranks without inputs have old parameters
         self.last_step: StepStats | None = None
-        self._bucket_bytes = bucket_bytes
-        self._first_bucket_bytes = first_bucket_bytes
-        self._divisor = communicator.group.world_size
+        self.last_arrivals: list[int] = []
+        self.last_error = ""
+        self.after_round: Callable[[], None] | None = None
+        self._hook: HookRunner | None = None
+        self._last = last
+        self._divisor: float = communicator.group.world_size
         self._round: Round | None = None
         self._rehearsed = False
+        self._first_unused: set[int] | None = None  # with `static`: what had no gradient in the first round
         order = communicator.empty(len(self.slots), torch.int32)
         self._order = (order, communicator.plan_broadcast(order))
         self._used: tuple[Tensor, Plan] | None = None
-        if find_unused and self._divisor > 1:
-            used = communicator.empty(len(self.slots), torch.int32)
-            self._used = (used, communicator.plan_all_reduce(used))
+        if options.find_unused:
+            self.allow_unused()
+        self._sparse = SparseMean(communicator) if any(slot.sparse for slot in self.slots) else None
+        self._replicas: ReplicaCheck | None = None
+        if options.check_replicas_every and communicator.group.world_size > 1:
+            self._replicas = ReplicaCheck(
+                communicator, replicated, options.check_replicas_every, options.epochs_per_round
+            )
+        self._notice_other_reducers()
         me = weakref.ref(self)
-        self._handles = [
-            slot.param.register_post_accumulate_grad_hook(_gradient_hook(me, slot)) for slot in self.slots
-        ]
+        self._handles = [slot.param.register_post_accumulate_grad_hook(_gradient_hook(me, slot)) for slot in self.slots]
+
+    def allow_unused(self) -> None:
+        """From here on parameters may go without a gradient. A collective."""
+        self.find_unused = True
+        if self._used is None and self.communicator.group.world_size > 1:
+            used = self.communicator.empty(len(self.slots), torch.int32)
+            self._used = (used, self.communicator.plan_all_reduce(used))
+
+    def set_hook(self, runner: HookRunner, divergence_is_meant: bool) -> None:
+        """Give buckets, of whole parameters and not divided, to a communication hook from the next round on."""
+        self._hook = runner
+        self._divisor = 1
+        self._rehearsed = False  # lay out anew
+        if divergence_is_meant:
+            self._replicas = None
+
+    @property
+    def hook_name(self) -> str:
+        return self._hook.name if self._hook is not None else ""
+
+    def set_divisor(self, ranks: int) -> None:
+        """Gradients are divided by `ranks` from here on; a communication hook divides by itself."""
+        self._divisor = ranks if self._hook is None else 1
+
+    def _notice_other_reducers(self) -> None:
+        """Where an older wrapper still hooks the same parameters, nobody can tell whose gradients are local."""
+        for slot in self.slots:
+            for hook in (slot.param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                other = getattr(hook, "ddpx_reducer", _nobody)()
+                if other is not None and other._handles:
+                    other.is_alone = self.is_alone = False
 
     @property
     def rank(self) -> int:
@@ -195,6 +241,11 @@ class Reducer:
     def _begin(self, task: int) -> None:
         if self._round is not None:
             self._abandon("a backward began before the last one had ended")
+        self._open(task)
+        torch.autograd.Variable._execution_engine.queue_callback(_RoundEnd(self, self.epoch))
+
+    def _open(self, task: int) -> None:
+        """A new round, in an epoch of its own; what `_end` closes."""
         self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter())
         self.expects_backward_anywhere = False
         for slot in self.slots:
@@ -202,7 +253,23 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.pending = None
-        torch.autograd.Variable._execution_engine.queue_callback(_RoundEnd(self, self.epoch))
+        if self._replicas is not None and not self.joining:
+            self._replicas.start(self.epoch, self.rounds + 1)
+
+    def sync_now(self) -> None:
+        """A round without a backward: reduce what `param.grad` holds on each rank. A collective."""
+        self._open(NO_TASK)
+        assert self._round is not None
+        self._round.arrivals = [slot.index for slot in self.slots if slot.param.grad is not None]
+        self._write_arrivals(self._round)
+        self._end()
+
+    def shadow(self) -> None:
+        """Take part in a round with zeros, on a rank that has no inputs left."""
+        self._open(NO_TASK)
+        assert self._round is not None
+        self._round.shadow = True
+        self._end()
 
     # ---- A gradient arrives
 
@@ -211,7 +278,7 @@ class Reducer:
         task = torch._C._current_graph_task_id()
         if current is None:
             if not self.expects_backward_anywhere:
-                slot.local = True
+                slot.local = self.has_local = True
                 return
             self._begin(task)
             current = self._round
@@ -238,22 +305,53 @@ class Reducer:
     def _write(self, slot: Slot, grad: Tensor | None) -> None:
         """Put the gradient, divided by the number of ranks, into the arena; one pass."""
         view = slot.view
-        assert view is not None
         slot.written = True
         slot.local = False
+        if view is None:
+            self._keep_outside(slot, grad)
+            return
         if grad is None:
             view.zero_()
             return
         if grad is view:
             view.div_(self._divisor)
-            return
-        if grad.requires_grad:  # backward(create_graph=True)
-            grad = grad.detach()
-        torch.div(grad, self._divisor, out=view)
-        if self.gradients_are_views:
-            slot.param.grad = view
         else:
-            slot.own_grad = grad
+            if grad.requires_grad:  # backward(create_graph=True)
+                grad = grad.detach()
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            torch.div(grad, self._divisor, out=view)
+            if slot.is_view:
+                slot.param.grad = view
+            else:
+                slot.own_grad = grad
+        if self.options.nonfinite != "ignore":
+            self._look_for_nonfinite(slot, view)
+
+    def _keep_outside(self, slot: Slot, grad: Tensor | None) -> None:
+        """A gradient that does not lie in the arena."""
+        if slot.excluded and grad is not None:
+            self._fail_round(
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+                f"but then got used: rank {self.rank}: parameter {slot.name} was unused on every rank in the first "
+                "iteration, and skip_all_reduce_unused_params=True promises that it stays so."
+            )
+        slot.own_grad = grad
+
+    def _look_for_nonfinite(self, slot: Slot, view: Tensor) -> None:
+        if math.isfinite(view.sum(dtype=torch.float32 if view.element_size() < 4 else None).abs().item()):
+            return
+        bad = int((~torch.isfinite(view)).sum())
+        if not bad:  # the sum alone overflowed
+            return
+        message = (
+            f"rank {self.rank}: the gradient of {slot.name} has {bad} of {view.numel()} elements that are NaN or "
+            f"infinite, before it was reduced, in synchronised backward {self.rounds + 1}."
+        )
+        if self.options.nonfinite == "warn":
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        else:
+            self._fail_round(message, NonFiniteGradient(message))
 
     def _count(self, slot: Slot) -> None:
         for number in slot.buckets:
@@ -269,7 +367,10 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched_s = time.perf_counter()
-        bucket.pending = self.communicator.start(bucket.plan.run)
+        if self._hook is not None:
+            bucket.pending = self._hook.launch(bucket, len(self.buckets))
+        else:
+            bucket.pending = self.communicator.start(bucket.plan.run)
 
     # ---- The end of a round
 
@@ -280,15 +381,8 @@ class Reducer:
         try:
             if not self._rehearsed:
                 self._lay_out(current.arrivals)
-                self._rehearsed = True
-                arrived = set(current.arrivals)
-                for bucket in self.buckets:
-                    bucket.missing = len(bucket.slots)
-                for slot in self.slots:
-                    if slot.index in arrived:
-                        self._write(slot, slot.param.grad)
-                        self._count(slot)
-            used = self._settle_missing()
+                self._write_arrivals(current)
+            used = self._settle_missing(current)
             waiting_s = time.perf_counter()
             while current.next_launch < len(self.buckets):
                 bucket = self.buckets[current.next_launch]
@@ -296,47 +390,95 @@ class Reducer:
                 current.next_launch += 1
                 if self.policy.wait_for_each:
                     self._wait(bucket)
+            if self._hook is not None:
+                # Hooks communicate by themselves; a small plan of ours is where ranks notice that they are out of step.
+                self.run_in_epoch(self._order[1].run)
             for bucket in self.buckets:
                 if not self.policy.wait_for_each:
                     self._wait(bucket)
             self._attach(used)
+            self._reduce_sparse()
+            if self._replicas is not None:
+                self._replicas.finish()
         except BaseException as error:
             self._fail_round(self._explain(error), error)
         done_s = time.perf_counter()
         self._round = None
         self.rounds += 1
+        self.has_local = False
+        self.last_arrivals = current.arrivals
         self.last_step = self._stats(current, ended_s, waiting_s, done_s)
+        if self.after_round is not None and not current.shadow:
+            self.after_round()
 
-    def _settle_missing(self) -> list[Slot] | None:
+    def run_in_epoch(self, run: Callable[[], None]) -> None:
+        """Run a plan in the present epoch, and wait for it."""
+        self.communicator.wait(self.communicator.start(run))
+
+    def _write_arrivals(self, current: Round) -> None:
+        """Write the gradients that came while nothing was written yet."""
+        if not self._rehearsed:
+            return
+        arrived = set(current.arrivals)
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+        for slot in self.slots:
+            if slot.index in arrived:
+                self._write(slot, slot.param.grad)
+                self._count(slot)
+
+    def _settle_missing(self, current: Round) -> list[Slot] | None:
         """Deal with parameters that got no gradient. Returns the slots used here, or None when all were."""
         for slot in self.slots:
             if slot.nested and not slot.written:
                 self._write(slot, slot.param.grad)
                 self._count(slot)
-        unused = [slot for slot in self.slots if not slot.written]
-        if self._used is None:
-            if not unused:
-                return None
-            if not self.find_unused:
+        unused = [slot for slot in self.slots if not slot.written and not slot.excluded]
+        if self.static and not current.shadow:
+            self._compare_with_first(unused)
+        if not self.find_unused:
+            if unused and not current.shadow:
                 raise UnusedParameters(self._unused_text(unused))
-        used = [slot for slot in self.slots if slot.written or slot.local]
+            used = None
+        else:
+            used = [slot for slot in self.slots if slot.written or slot.local] if not current.shadow else []
         for slot in unused:
-            self._write(slot, slot.param.grad)
+            self._write(slot, None if current.shadow else slot.param.grad)
             self._count(slot)
         return used
+
+    def _compare_with_first(self, unused: list[Slot]) -> None:
+        """With a static graph, each rank's parameters without a gradient stay the same."""
+        now = {slot.index for slot in unused}
+        if self._first_unused is None:
+            self._first_unused = now
+        elif now - self._first_unused:
+            raise UnusedParameters(
+                f"{UNFINISHED} This error indicates that your training graph has changed in this iteration, e.g., one "
+                "parameter is used in first iteration, but then got unused in the second iteration. this is not "
+                f"compatible with static_graph set to True.\n{self._without_text(unused)}"
+            )
+        elif self._first_unused - now:
+            names = [self.slots[index].name for index in sorted(self._first_unused - now)]
+            raise UnusedParameters(
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
+                f"On rank {self.rank} it is {names_text(names)}."
+            )
 
     def _attach(self, used: list[Slot] | None) -> None:
         """Point `param.grad` at the means, except where no rank used the parameter."""
         if used is not None:
             wanted = self._used_anywhere(used)
             for slot in self.slots:
-                if slot.index in wanted and slot.param.grad is None:
-                    slot.param.grad = slot.view if self.gradients_are_views else slot.view.clone()  # type: ignore[union-attr]
-        if not self.gradients_are_views:
-            for slot in self.slots:
-                if slot.own_grad is not None:
-                    slot.own_grad.copy_(slot.view)
-                    slot.own_grad = None
+                if slot.index in wanted and slot.param.grad is None and slot.view is not None:
+                    slot.param.grad = slot.view if slot.is_view else slot.view.to(slot.param.dtype, copy=True)
+        for slot in self.slots:
+            if slot.own_grad is not None and slot.view is not None:
+                mean, slot.own_grad = slot.own_grad, None
+                mean.copy_(slot.view)
+                if slot.param.grad is None or slot.param.grad.is_sparse:
+                    slot.param.grad = mean
 
     def _used_anywhere(self, used: list[Slot]) -> set[int]:
         mine = {slot.index for slot in used}
@@ -345,8 +487,22 @@ class Reducer:
         counts, plan = self._used
         counts.zero_()
         counts[list(mine)] = 1
-        self.communicator.wait(self.communicator.start(plan.run))
+        self.run_in_epoch(plan.run)
         return set(counts.nonzero().flatten().tolist())
+
+    def _reduce_sparse(self) -> None:
+        if self._sparse is None:
+            return
+        for slot in self.slots:
+            if slot.sparse and not slot.excluded:
+                grad, slot.own_grad = slot.own_grad, None
+                mean = self._sparse.mean(grad, slot.param, self._sparse_divisor)
+                if mean is not None:
+                    slot.param.grad = mean
+
+    @property
+    def _sparse_divisor(self) -> float:
+        return self._divisor if self._hook is None else self.communicator.group.world_size
 
     def _wait(self, bucket: Bucket) -> None:
         assert bucket.pending is not None
@@ -363,57 +519,66 @@ class Reducer:
 
     def _lay_out(self, arrivals: Sequence[int]) -> None:
         """Arenas and buckets in the order gradients arrived at rank 0. A collective."""
+        if self.options.exclude_unused and self.find_unused:
+            wanted = self._used_anywhere([self.slots[index] for index in arrivals])
+            for slot in self.slots:
+                slot.excluded = slot.index not in wanted
         seen = set(arrivals)
         order = [*arrivals, *(slot.index for slot in reversed(self.slots) if slot.index not in seen)]
-        order = self._as_rank_0(order)
-        items = [
-            Item(slot.name, _wire_numel(slot.param), _wire(slot.param).itemsize, str(slot.param.dtype))
-            for slot in self.slots
-        ]
+        order.sort(key=lambda index: self.slots[index].name in self._last)  # stable: all others before them
+        for flat in self.arenas.values():
+            self.communicator.release(flat)
         layout = plan_buckets(
-            items, order, self._bucket_bytes, self._first_bucket_bytes, self.policy.one_per_parameter
+            items_of(self.slots, self.options.wire_dtype),
+            self._as_rank_0(order),
+            self.options.bucket_bytes,
+            self.options.first_bucket_bytes,
+            one_per_item=self.policy.one_per_parameter and self._hook is None,
+            whole_items=self._hook is not None,
+            bytes_list=self.options.bucket_bytes_list,
         )
-        self._bind(layout)
+        self.buckets, self.arenas = bind(
+            layout, self.slots, self.communicator, self.options.wire_dtype, self.gradients_are_views
+        )
+        self._rehearsed = True
 
     def _as_rank_0(self, order: list[int]) -> list[int]:
         flat, plan = self._order
         flat.copy_(torch.tensor(order))
-        self.communicator.wait(self.communicator.start(plan.run))
+        self.run_in_epoch(plan.run)
         return flat.tolist()
-
-    def _bind(self, layout: Layout) -> None:
-        arenas = {}
-        for slot in self.slots:
-            name = str(slot.param.dtype)
-            if name not in arenas:
-                arenas[name] = self.communicator.empty(layout.arena_numel[name], _wire(slot.param))
-        buckets_of = layout.buckets_of()
-        for slot in self.slots:
-            slot.view = _gradient_view(arenas[str(slot.param.dtype)], layout.offsets[slot.index], slot.param)
-            slot.buckets = buckets_of.get(slot.index, ())
-        self.arenas = {flat.dtype: flat for flat in arenas.values()}
-        self.buckets = []
-        for index, planned in enumerate(layout.buckets):
-            flat = arenas[planned.arena][planned.begin : planned.end]
-            plan = self.communicator.plan_all_reduce(flat)
-            slots = tuple(self.slots[item] for item in planned.items)
-            self.buckets.append(Bucket(index, flat, slots, plan, self.communicator.choose(flat.nbytes)))
 
     # ---- Failures
 
     def forward_failed(self, error: BaseException) -> None:
         """The module's forward raised in a step the peers may be waiting in: tell them."""
+        text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        self.fail_outside(text if text.startswith("rank ") else f"rank {self.rank} failed in its forward: {text}")
+
+    def fail_in_epoch(self, error: BaseException) -> None:
+        """Something failed here in an epoch that the ranks have entered: tell the peers, who are in it too."""
+        self.last_error = self._explain(error)
+        self.communicator.fail(self.last_error)
+
+    def fail_outside(self, message: str) -> None:
+        """Something failed here between two epochs: tell the peers in the next one."""
         self.enter(IN_BACKWARD)
-        self.communicator.fail(f"rank {self.rank} failed in its forward: {type(error).__name__}: {error}")
+        self.last_error = message
+        self.communicator.fail(message)
 
     def _abandon(self, reason: str) -> None:
         """This rank's backward stopped before its end."""
+        self._fail(f"rank {self.rank} failed in its backward: {reason}. Its own output says more.")
+
+    def _fail(self, message: str) -> None:
         self._round = None
-        self.communicator.fail(f"rank {self.rank} failed in its backward: {reason}. Its own output says more.")
+        if self._replicas is not None:
+            self._replicas.forget()
+        self.last_error = message
+        self.communicator.fail(message)
 
     def _fail_round(self, message: str, error: BaseException | None = None) -> None:
-        self._round = None
-        self.communicator.fail(message)
+        self._fail(message)
         if error is not None:
             raise error
         raise Error(message)
@@ -422,18 +587,28 @@ class Reducer:
         return str(error) if isinstance(error, Error) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
 
     def _unused_text(self, unused: list[Slot]) -> str:
-        names = [slot.name for slot in unused]
         first = min((number for slot in unused for number in slot.buckets), default=0)
         total = len(self.buckets[first].slots) if self.buckets else len(self.slots)
         lacking = sum(not slot.written for slot in self.buckets[first].slots) if self.buckets else len(unused)
         return (
-            f"rank {self.rank}: bucket {first} still lacks {lacking} of {total} gradients at the end of backward. "
-            f"Without a gradient: {_names_text(names)}.\n"
-            "Every parameter must reach the loss; or pass find_unused_parameters=True."
+            f"{UNFINISHED} This error indicates that your module has parameters that were not used in producing loss. "
+            f"It is found here at the end of the very backward that left them out, on rank {self.rank}: bucket {first} "
+            f"still lacks {lacking} of {total} gradients. {self._without_text(unused)}\n"
+            "Every parameter must reach the loss, and all outputs of forward that carry them must take part in "
+            "calculating loss; or you can enable unused parameter detection by passing the keyword argument "
+            "`find_unused_parameters=True` to the wrapper."
+        )
+
+    def _without_text(self, unused: list[Slot]) -> str:
+        names = ", ".join(slot.name for slot in unused[:20]) + (", ..." if len(unused) > 20 else "")
+        indices = " ".join(str(slot.index) for slot in unused[:20])
+        return (
+            f"Parameters which did not receive grad for rank {self.rank}: {names}\n"
+            f"Parameter indices which did not receive grad for rank {self.rank}: {indices}"
         )
 
     def _bucket_text(self, bucket: Bucket) -> str:
-        return f"bucket {bucket.index} ({_names_text([slot.name for slot in bucket.slots])})"
+        return f"bucket {bucket.index} ({names_text([slot.name for slot in bucket.slots])})"
 
     # ---- Numbers and the end
 
@@ -459,14 +634,33 @@ class Reducer:
             )
         return StepStats(self.rounds, current.began_s, ended_s, waiting_s, done_s, tuple(buckets))
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
+        """Leave the parameters alone from here on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def close(self) -> None:
+        self.remove_hooks()
         self.communicator.close()
 
+    # ---- What torch's stock hooks ask DDP's reducer for
 
-# ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena -------------------------------------------
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return run_allreduce(bucket, self.communicator.group.process_group)
+
+    def get_backward_stats(self) -> list[int]:
+        """By parameter: nanoseconds from the beginning of the last round until its buckets were full."""
+        if self.last_step is None:
+            return [0] * len(self.slots)
+        began_s = self.last_step.backward_began_s
+        return [
+            max((int((self.buckets[number].ready_s - began_s) * 1e9) for number in slot.buckets), default=0)
+            for slot in self.slots
+        ]
+
+
+# ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena ------------------------------------------
 
 
 def _gradient_hook(reducer: "weakref.ref[Reducer]", slot: Slot) -> Callable[[Tensor], None]:
@@ -475,7 +669,12 @@ def _gradient_hook(reducer: "weakref.ref[Reducer]", slot: Slot) -> Callable[[Ten
         if owner is not None:
             owner._on_gradient(slot, param)
 
+    hook.ddpx_reducer = reducer  # type: ignore[attr-defined]
     return hook
+
+
+def _nobody() -> None:
+    return None
 
 
 def _output_hook(reducer: "weakref.ref[Reducer]") -> Callable[[Tensor], None]:
@@ -503,46 +702,3 @@ class _RoundEnd:
         reducer: Any = self._reducer
         if reducer is not None and reducer._round is not None and reducer._round.epoch == self._epoch:
             reducer._abandon("it raised an exception")
-
-
-# ---- Shapes ------------------------------------------------------------------------------------------------------------
-
-
-def _wire(param: Tensor) -> torch.dtype:
-    """The dtype a gradient travels in: complex numbers as pairs of real ones."""
-    return param.dtype.to_real() if param.dtype.is_complex else param.dtype
-
-
-def _wire_numel(param: Tensor) -> int:
-    return param.numel() * (2 if param.dtype.is_complex else 1)
-
-
-def _gradient_view(flat: Tensor, offset: int, param: Tensor) -> Tensor:
-    """A tensor shaped and, where the parameter is dense, strided as `param`, on the arena's memory at `offset`.
-
-    Not a view to autograd, so that `grad.detach_()` works on it.
-    """
-    stride = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
-    if param.dtype.is_complex:
-        offset //= 2
-    base = flat.view(param.dtype) if param.dtype.is_complex else flat
-    result = torch.empty(0, dtype=param.dtype, device=flat.device)
-    if not param.numel():
-        return torch.empty_like(param, requires_grad=False)
-    return result.set_(base.untyped_storage(), base.storage_offset() + offset, param.shape, stride)  # type: ignore[call-overload]
-
-
-def _is_dense(param: Tensor) -> bool:
-    """Whether the parameter fills its memory without gaps or overlaps, in whatever order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(param.shape, param.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _names_text(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
