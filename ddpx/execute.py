@@ -241,12 +241,15 @@ class _MessagePlan:
             self._steps.append(bound)
 
     def run(self) -> None:
-        self.peer_wait_s = 0.0
+        self.peer_wait_s, longest_s, self.last_peer = 0.0, 0.0, self._transport.rank
         for step in self._steps:
             before = time.perf_counter()
             self._transport.exchange(step.sends, step.receives)
+            waited_s = time.perf_counter() - before
+            if waited_s > longest_s:
+                longest_s, self.last_peer = waited_s, self._transport.last_peer
             if step.hold_s:
-                time.sleep(max(0.0, step.hold_s - (time.perf_counter() - before)))
+                time.sleep(max(0.0, step.hold_s - waited_s))
             self.peer_wait_s += time.perf_counter() - before
             for call in step.actions:
                 call()

@@ -321,7 +321,7 @@ def test_without_that_wait_peers_read_what_came_later(ranks) -> None:
     assert ranks(3).run(overwrite_at_once, False) == [True, False, False]
 
 
-@pytest.mark.parametrize("transport", [param for param in TRANSPORTS if param != MESSAGES])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_plan_tells_whom_it_waited_for(ranks, transport: str) -> None:
     waits = ranks(3).run(last_waits, transport)
     for rank in (0, 2):

@@ -66,6 +66,7 @@ class MessageTransport(Protocol):
     landings: Landings
     bytes_sent: int
     bytes_received: int
+    last_peer: int  # whom the longest wait of the last step was for
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised flat tensor, (numel,), on `device`."""

@@ -67,9 +67,13 @@ class ProcessGroup:
             raise PeerFailed(f"rank {self.rank} has closed its connections after a failure")
         peer = self.rank
         try:
+            longest_s = 0.0
             for peer, work in connections.post(sends, receives):
-                self.last_peer = peer
+                before = time.perf_counter()
                 work.wait()
+                waited_s = time.perf_counter() - before
+                if waited_s > longest_s:
+                    longest_s, self.last_peer = waited_s, peer
         except RuntimeError as error:
             raise self._explain(peer, str(error)) from error
         self.bytes_sent += sum(flat.nbytes for _, flat in sends)
