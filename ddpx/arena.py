@@ -120,7 +120,7 @@ def gradient_view(flat: Tensor, offset: int, param: Tensor) -> Tensor:
     result = torch.empty(0, dtype=base.dtype, device=flat.device)
     if not param.numel():
         return torch.empty_like(param, requires_grad=False)
-    return result.set_(base.untyped_storage(), base.storage_offset() + offset, param.shape, stride)  # type: ignore[call-overload]
+    return result.set_(base.untyped_storage(), base.storage_offset() + offset, param.shape, stride)
 
 
 def is_dense(param: Tensor) -> bool:

@@ -56,7 +56,7 @@ def buffer_rules(broadcast_buffers: bool | None, forward_sync_buffers: bool | No
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
-    """The process group meant; None without torch.distributed. RuntimeError for both or for a mesh not of one dimension."""
+    """The process group meant; None without torch.distributed. RuntimeError for both, or a mesh not of one axis."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:

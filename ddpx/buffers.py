@@ -96,7 +96,7 @@ class BufferSync:
         if self._bound is None or not _same(tensors, self._bound[0]):
             if packed_bytes(tensors) > self._staging.nbytes:
                 raise ParametersChanged(
-                    f"rank {self._communicator.group.rank}: the module's buffers have grown after wrapping, from at most "
+                    f"rank {self._communicator.group.rank}: the module's buffers have grown after wrapping, from "
                     f"{self._staging.nbytes} bytes to {packed_bytes(tensors)}. Buffers keep their size and type."
                 )
             self._bound = (tensors, Packed(tensors, self._staging))

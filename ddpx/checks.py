@@ -1,7 +1,7 @@
 """What has to hold before a model is wrapped: it can be trained, and all ranks hold the same one.
 
-Every check fails on every rank alike: what one rank can see by itself before the first message (and then every rank sees
-it, if the ranks run the same program), what they can only see together with the same words.
+What a rank can see by itself is checked before the first message, and fails on all that run the same program. What
+ranks can only see together fails on every rank, with the same words.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ def check_trainable(parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, n
     lazy = [name for name, param in parameters.items() if isinstance(param, nn.parameter.UninitializedParameter)]
     if lazy:
         raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward pass "
-            f"to correctly initialize the modules. Uninitialized: {', '.join(lazy)}."
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+            f"pass to correctly initialize the modules. Uninitialized: {', '.join(lazy)}."
         )
     trained = [(name, param) for name, param in parameters.items() if param.requires_grad]
     if not trained:
@@ -71,9 +71,9 @@ def device_of(
         )
     if (device_ids or output_device is not None) and (kinds == {"cpu"} or len(devices) > 1):
         raise ValueError(
-            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device "
-            f"GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and module "
-            f"parameters {devices}."
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-"
+            f"device GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and "
+            f"module parameters {devices}."
         )
     if len(devices) > 1:
         raise ValueError(
@@ -91,7 +91,10 @@ def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> No
 def agree_on_model(
     group: Group, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], options: Mapping[str, Any]
 ) -> None:
-    """Raise the same Mismatch on every rank, naming the first difference, unless all hold the same model and options."""
+    """Raise the same Mismatch on every rank, naming the first difference, unless model and options are the same.
+
+    Options are compared as text.
+    """
     lines = [
         (name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), tensor.requires_grad)
         for name, tensor in [*parameters.items(), *buffers.items()]
@@ -123,8 +126,9 @@ def _difference(
             continue
         if line[0] == their_line[0] and line[1:3] != their_line[1:3] and index < count:
             return (
-                f"[{rank}]: params[{index}] in this process with sizes {their_line[1]} appears not to match sizes of the "
-                f"same param in process 0. It is {line[0]}: rank 0 has {_text(line)}, rank {rank} has {_text(their_line)}."
+                f"[{rank}]: params[{index}] in this process with sizes {their_line[1]} appears not to match sizes of "
+                f"the same param in process 0. It is {line[0]}: rank 0 has {_text(line)}, rank {rank} has "
+                f"{_text(their_line)}."
             )
         return (
             f"DDP expects same model across all ranks, but they differ first at tensor {index}: "
@@ -164,7 +168,7 @@ def places_of(module: nn.Module, ignored: frozenset[str]) -> list[Place]:
 
 
 def change_in(places: Sequence[Place]) -> tuple[str, list[str]]:
-    """What has happened to the first parameter that is not what it was ("" when all still are), and who is frozen now."""
+    """What has happened to the first parameter that is not what it was ("" if all are), and who is frozen now."""
     frozen = []
     for name, owner, key, param, trained, dtype, device in places:
         now = owner._parameters.get(key)

@@ -1,8 +1,8 @@
 """`DDPX(module)`: wrap a model on every rank, and after `backward()` each `param.grad` is the mean over all ranks.
 
-The wrapper checks that ranks hold the same model (ddpx.checks), starts them from rank 0's values, shares rank 0's buffers
-before each training forward (ddpx.buffers), and tells the reducer which outputs belong to a synchronised step. All the
-rest is `ddpx.reducer`. It takes the place of DistributedDataParallel: the same arguments, in the same order.
+The wrapper checks that ranks hold the same model (ddpx.checks), starts them from rank 0's values, shares rank 0's
+buffers before each training forward (ddpx.buffers), and tells the reducer which outputs belong to a synchronised step.
+All the rest is `ddpx.reducer`. It takes the place of DistributedDataParallel: the same arguments, in the same order.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ PRE_FORWARD, POST_FORWARD = "PRE_FORWARD", "POST_FORWARD"
 class DDPX(nn.Module, Joinable):
     """Data-parallel `module`: same weights on every rank, gradients averaged during backward.
 
-    Constructing it is a collective of `process_group` (default: the whole world; without torch.distributed, this process
-    alone). Gradients are views into communication memory: they are overwritten by the next backward, so clone one to keep
-    it, or pass gradient_as_bucket_view=False.
+    Constructing it is a collective of `process_group` (default: the whole world; without torch.distributed, this
+    process alone). Gradients are views into communication memory: they are overwritten by the next backward, so clone
+    one to keep it, or pass gradient_as_bucket_view=False.
 
-    The positional arguments are those of torch's DistributedDataParallel, with its meanings; docs/migration.md tells what
-    differs. The others:
+    The positional arguments are those of torch's DistributedDataParallel, with its meanings; docs/migration.md tells
+    what differs. The others:
         mode: "overlapped" launches a bucket when it is full; "bucketed" all after backward; "naive" one parameter at a
             time, waiting for each.
         algorithm: of the all-reduce: "auto", "ring", "tree", "direct" and whatever ddpx.algorithms lists.
@@ -110,7 +110,8 @@ class DDPX(nn.Module, Joinable):
             raise ValueError(f"check_replicas_every counts backwards from 0 (never), not {check_replicas_every}")
         if check_reduction:
             warnings.warn(
-                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
+                "Please avoid using it.",
                 FutureWarning,
                 stacklevel=2,
             )
@@ -246,8 +247,8 @@ class DDPX(nn.Module, Joinable):
     def _check_parameters(self) -> bool:
         """What was wrapped must still be what is trained. Returns whether there is anything to synchronise.
 
-        Parameters may be frozen for a while: all of them (a discriminator in its generator's step), or, where parameters
-        may go without a gradient, some.
+        Parameters may be frozen for a while: all of them (a discriminator in its generator's step), or, where
+        parameters may go without a gradient, some.
         """
         change, frozen = checks.change_in(self._places)
         if not change and not frozen:
@@ -257,8 +258,8 @@ class DDPX(nn.Module, Joinable):
         if not change and self.reducer.find_unused:
             return True
         message = (
-            f"rank {self._group.rank}: {change or f'parameter {frozen[0]} was frozen'} after wrapping, so gradients would "
-            "not be reduced as planned. Change the model first, then wrap it in DDPX"
+            f"rank {self._group.rank}: {change or f'parameter {frozen[0]} was frozen'} after wrapping, so gradients "
+            "would not be reduced as planned. Change the model first, then wrap it in DDPX"
             f"{'; or pass find_unused_parameters=True' if frozen else ''}."
         )
         error = ParametersChanged(message)
@@ -436,9 +437,9 @@ class DDPX(nn.Module, Joinable):
         self.reducer.allow_unused()
         if self.find_unused_parameters:
             warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused "
-                "parameters automatically, so you do not need to set find_unused_parameters=true, just be sure these "
-                "unused parameters will not change during training loop while calling `_set_static_graph`.",
+                "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect "
+                "unused parameters automatically, so you do not need to set find_unused_parameters=true, just be sure "
+                "these unused parameters will not change during training loop while calling `_set_static_graph`.",
                 stacklevel=2,
             )
 
@@ -514,7 +515,7 @@ def sync_grads(model: DDPX) -> None:
     model.sync_grads()
 
 
-# ---- Called from elsewhere; they hold the wrapper weakly, so that it can go ---------------------------------------------
+# ---- Called from elsewhere; they hold the wrapper weakly, so that it can go ------------------------------------------
 
 
 def _after_round(model: "weakref.ref[DDPX]") -> Callable[[], None]:
@@ -538,7 +539,7 @@ def _close(reducer: Reducer, guard: Any) -> None:
     reducer.close()
 
 
-# ---- Mixed precision ----------------------------------------------------------------------------------------------------
+# ---- Mixed precision -------------------------------------------------------------------------------------------------
 
 
 def _cast_buffers(buffers: Sequence[Tensor], dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 """Do all ranks still hold the same parameters? A rolling checksum, a few megabytes every so many steps.
 
 Parameters are cut into pieces, pieces gathered into windows. A check adds up the bits of one window's pieces as
-integers (exact, so equal bits give equal sums in any order), lets every rank see all sums, and names the first piece that
-differs. It starts with a backward, on the communication stream, and is read when that backward has ended.
+integers (exact, so equal bits give equal sums in any order), lets every rank see all sums, and names the first piece
+that differs. It starts with a backward, on the communication stream, and is read when that backward has ended.
 """
 
 from collections import Counter
@@ -120,7 +120,7 @@ def _text(piece: Piece, sums: list[int], rounds: int) -> str:
     others = "rank" if len(sums) - len(odd) == 1 else "ranks"
     return (
         f"replicas have drifted apart: parameter {piece.name} of {ranks_text(odd)} differs from that of the other "
-        f"{others} (seen at synchronised backward {rounds}, before its step). Something changed it on some ranks alone: "
-        "an edit outside the optimizer, a step on local gradients, a hook that does not average, or optimizers with "
-        "different settings. If replicas are to differ here, pass check_replicas_every=0."
+        f"{others} (seen at synchronised backward {rounds}, before its step). Something changed it on some ranks "
+        "alone: an edit outside the optimizer, a step on local gradients, a hook that does not average, or optimizers "
+        "with different settings. If replicas are to differ here, pass check_replicas_every=0."
     )

@@ -107,7 +107,7 @@ class JoinContext(Join):
 
     def __init__(self, model: "DDPX", **options: Any) -> None:
         self._model = model
-        super().__init__([model], **options)  # type: ignore[list-item]
+        super().__init__([model], **options)
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         try:

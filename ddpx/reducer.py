@@ -18,7 +18,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -100,7 +100,8 @@ class Reducer:
     """Reduces the gradients of `parameters` over a communicator. Not a module: it holds no weights.
 
     It knows no algorithm: the communicator hands it a plan for each bucket. `sparse` are parameters with sparse
-    gradients, `last` those expected to get theirs after all others. `replicated` are compared over the ranks now and then.
+    gradients, `last` those expected to get theirs after all others. `replicated` are compared over the ranks now and
+    then.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class Reducer:
         parameters: Sequence[tuple[str, Parameter]],
         communicator: Communicator,
         options: Options,
-        sparse: set[Parameter] = frozenset(),  # type: ignore[assignment]
-        last: set[str] = frozenset(),  # type: ignore[assignment]
+        sparse: Set[Parameter] = frozenset(),
+        last: Set[str] = frozenset(),
         replicated: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
         self.communicator = communicator
@@ -180,7 +181,7 @@ class Reducer:
     def _notice_other_reducers(self) -> None:
         """Where an older wrapper still hooks the same parameters, nobody can tell whose gradients are local."""
         for slot in self.slots:
-            for hook in (slot.param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+            for hook in (slot.param._post_accumulate_grad_hooks or {}).values():
                 other = getattr(hook, "ddpx_reducer", _nobody)()
                 if other is not None and other._handles:
                     other.is_alone = self.is_alone = False
@@ -232,7 +233,7 @@ class Reducer:
             with torch.enable_grad():
                 node = slot.param.view_as(slot.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             try:
-                if torch._C._will_engine_execute_node(node):
+                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
                     return True
             except RuntimeError:  # asked about a parameter that autograd.grad() was asked for
                 continue
@@ -566,6 +567,22 @@ class Reducer:
         self.last_error = message
         self.communicator.fail(message)
 
+    def local_now(self) -> list[Slot]:
+        """Slots whose `param.grad` is not reduced: no round has been, or one is under way and has not ended."""
+        if not self.is_alone:
+            return []
+        current = self._round
+        if current is not None and self._hook is None:
+            return [self.slots[index] for index in current.arrivals]
+        return [slot for slot in self.slots if slot.local] if self.has_local else []
+
+    def refuse(self, error: Error) -> None:
+        """Raise `error` here, and tell the peers wherever they are."""
+        if self._round is not None:
+            self._fail_round(str(error), error)
+        self.fail_outside(str(error))
+        raise error
+
     def _abandon(self, reason: str) -> None:
         """This rank's backward stopped before its end."""
         self._fail(f"rank {self.rank} failed in its backward: {reason}. Its own output says more.")
@@ -660,7 +677,7 @@ class Reducer:
         ]
 
 
-# ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena ------------------------------------------
+# ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena ----------------------------------------
 
 
 def _gradient_hook(reducer: "weakref.ref[Reducer]", slot: Slot) -> Callable[[Tensor], None]:

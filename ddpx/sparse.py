@@ -19,7 +19,7 @@ SMALLEST_BYTES = 4096
 def sparse_parameters(module: nn.Module) -> set[Parameter]:
     """Weights of the embeddings that were asked for sparse gradients."""
     return {
-        child.weight
+        child.weight  # type: ignore[misc]
         for child in module.modules()
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
     }
