@@ -50,6 +50,11 @@ from models.data import Corpus, synthetic_images
 
 MODES = ("local", "torch", "naive", "bucketed", "overlapped")
 DEFAULT_LINK = "50us,1.25GB/s"  # 10 Gbit/s Ethernet
+DEFAULT_STEPS = 30
+TIME_LIMIT_S = (
+    75  # of training, where --steps is not given, so that a run ends within two minutes on a slow machine too
+)
+LEAST_STEPS = 8  # with 7, even a mode that is ahead at every step is hardly told from chance
 KEPT_VIEWS = 100  # steps that are kept in full, for the picture and the buckets' times
 VALIDATION_BATCHES = 8
 PROFILED_STEPS = 3
@@ -77,7 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Corpus
     add("--batch", type=int, default=4, help="sequences (or images) a rank and micro-step (%(default)s)")
     add("--sequence", type=int, default=64, help="tokens in a sequence (%(default)s)")
     add("--accumulate", type=int, default=1, metavar="N", help="micro-steps a step (%(default)s)")
-    add("--steps", type=int, default=30, help="timed steps a mode (%(default)s)")
+    add("--steps", type=int, help=f"timed steps a mode ({DEFAULT_STEPS}, or what fits in {TIME_LIMIT_S} s, but 8)")
     add("--warmup", type=int, default=3, help="steps before them, not timed (%(default)s)")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw")
     add("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
@@ -105,7 +110,7 @@ def _check(args: argparse.Namespace) -> Corpus | None:
     """Replace names by what they stand for; ValueError says what is wrong."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for name, least in {"batch": 1, "sequence": 1, "accumulate": 1, "steps": 1, "warmup": 1, "seed": 0}.items():
-        if getattr(args, name) < least:
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(args, name)}")
     for name in ("lr", "bucket_mb", "peak_tflops"):
         value = getattr(args, name)
@@ -261,8 +266,8 @@ def make_replicas(args: argparse.Namespace, job: Job, vocab_size: int) -> list[R
     transport = ours[0].reducer.communicator.transport_name.replace("_", " ") if ours else "torch's own"
     labels = {
         "none": "no communication",
-        "own": f"{'this machine' if one_host() else 'these machines'}, {transport}",
-        "emulated": f"emulated network {args.link}",
+        "own": f"{'this machine' if one_host() else 'these machines'} ({transport})",
+        "emulated": f"emulated network ({args.link})",
     }
     for replica in replicas:
         replica.run.label = labels[replica.run.network]
@@ -298,9 +303,8 @@ def train_step(replica: Replica, batches: Sequence[Batch], dtype: torch.dtype, j
     done_s = job.now()
     backward_ended_s, buckets = _communication(model, began_s, backward_s)
     if buckets:
-        waited_until_s = max(backward_ended_s, min(buckets[-1].ended_s, phases[-1].end_s))
         phases[-1] = phases[-1]._replace(end_s=backward_ended_s)
-        phases.append(Phase("wait", backward_ended_s, waited_until_s))
+        phases.append(Phase("wait", backward_ended_s, ended_s - began_s))
     phases.append(Phase("optimizer", ended_s - began_s, done_s - began_s))
     return RankStep(loss_sum.item(), done_s - began_s, backward_ended_s, tuple(phases), buckets)
 
@@ -332,7 +336,8 @@ def _communication(model: nn.Module, began_s: float, backward_s: float) -> tuple
 def take_turns(args: argparse.Namespace, job: Job, replicas: Sequence[Replica], draw: Draw, log: Any) -> None:
     """Train: each step in every replica before the next. A console line a step; a JSON line each, where wanted."""
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    total = args.warmup + args.steps
+    total = args.warmup + (args.steps or DEFAULT_STEPS)
+    began_s = time.perf_counter()
     bar = tqdm(total=total * len(replicas), unit="step", disable=None if job.rank == 0 else True, leave=False)
     for number in range(total):
         batches = draw(number, job.rank)
@@ -350,6 +355,13 @@ def take_turns(args: argparse.Namespace, job: Job, replicas: Sequence[Replica], 
                 log.write(json.dumps(compare.log_line(number, run, step, ranks)) + "\n")
             bar.update()
         job.print(compare.console_line(number, [replica.run for replica in replicas], step))
+        done = number + 1 - args.warmup
+        if args.steps is None and LEAST_STEPS <= done < DEFAULT_STEPS:
+            if job.gather(time.perf_counter() - began_s)[0] > TIME_LIMIT_S:
+                job.print(
+                    f"stopped after {done} timed steps: they took {TIME_LIMIT_S} s. --steps {DEFAULT_STEPS} goes on"
+                )
+                break
     bar.close()
 
 
@@ -407,9 +419,11 @@ def work_of(args: argparse.Namespace, model: nn.Module, batch: Batch, job: Job) 
     return float(flops.per_batch * times), flops.convention, items * times, item
 
 
-def settings_text(args: argparse.Namespace, job: Job, replica: Replica, corpus: Corpus | None, out: Path) -> str:
+def settings_text(
+    args: argparse.Namespace, job: Job, replicas: Sequence[Replica], corpus: Corpus | None, out: Path
+) -> str:
     """What this run is, resolved: nothing left at "auto"."""
-    parameters = [parameter.numel() for parameter in replica.model.parameters()]
+    parameters = [parameter.numel() for parameter in replicas[0].model.parameters()]
     place = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else f"cpu ({compare.processor()})"
     threads = f", {torch.get_num_threads()} thread(s) a rank" if job.device.type == "cpu" else ""
     rows = {
@@ -420,13 +434,25 @@ def settings_text(args: argparse.Namespace, job: Job, replica: Replica, corpus: 
         "batch": f"{args.batch} a rank"
         + (f" x {args.sequence} tokens" if corpus else "")
         + (f" x {args.accumulate} micro-steps" if args.accumulate > 1 else ""),
-        "steps": f"{args.warmup} to warm up, then {args.steps} timed, in turns; {args.optimizer}, "
+        "steps": f"{args.warmup} to warm up, then {args.steps or DEFAULT_STEPS} timed, in turns; {args.optimizer}, "
         f"lr {args.lr:g}, seed {args.seed}",
         "modes": ", ".join(args.modes) + (f"; network also emulated as {args.link}" if args.link else ""),
-        "buckets": f"{args.bucket_mb:g} MiB",
+        "reduce": all_reduce_text(args, replicas),
         "out": str(out),
     }
     return "\n".join(f"{name:8} {text}" for name, text in rows.items())
+
+
+def all_reduce_text(args: argparse.Namespace, replicas: Sequence[Replica]) -> str:
+    """How gradients travel in ddpx's modes."""
+    ours = [replica.model for replica in replicas if isinstance(replica.model, ddpx.DDPX)]
+    buckets = f"buckets of {args.bucket_mb:g} MiB"
+    if not ours:
+        return buckets
+    communicator = ours[0].reducer.communicator
+    small, large = communicator.choose(1), communicator.choose(int(args.bucket_mb * 2**20))
+    names = large if small == large else f"{large}, for small buckets {small},"
+    return f"{names} over {communicator.transport_name.replace('_', ' ')}, {buckets}"
 
 
 def draws(args: argparse.Namespace, corpus: Corpus | None, job: Job) -> tuple[Draw, Draw]:
@@ -450,7 +476,7 @@ def train(args: argparse.Namespace, corpus: Corpus | None, job: Job) -> None:
     out.mkdir(parents=True, exist_ok=True)
     training, held_out = draws(args, corpus, job)
     replicas = make_replicas(args, job, corpus.vocab_size if corpus else 256)
-    job.print(settings_text(args, job, replicas[0], corpus, out))
+    job.print(settings_text(args, job, replicas, corpus, out))
 
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     bare = models.build(args.model, args.size, corpus.vocab_size if corpus else 256, args.sequence)
@@ -488,8 +514,8 @@ def train(args: argparse.Namespace, corpus: Corpus | None, job: Job) -> None:
     print(compare.mfu_text(yardstick))
     print(compare.loss_text(runs))
     print(f"\n{compare.finding(runs, job.world_size)}\n")
-    title = f"One training step of each mode: {args.model} {args.size}, {job.world_size} rank(s), rank 0's view"
-    timeline.draw(runs, title, out / "timeline.png")
+    what = f"{args.model} {args.size} on {job.world_size} rank(s) of {'GPUs' if args.device == 'cuda' else 'CPU'}"
+    timeline.draw(runs, what, out / "timeline.png")
     content = {
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in _plain(args).items()},
         "world_size": job.world_size,

@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 from ddpx.mfu import Peak, format_mfu, mfu
 
 Network = Literal["none", "own", "emulated"]
-UNSURE = 0.01  # a difference in step time that chance makes more often than this is not called one
+ALIKE = 0.01  # losses that differ by more, relatively, are not the same training
+UNSURE = 0.01  # a difference that chance makes more often than this is not called one
 
 
 class Phase(NamedTuple):
@@ -185,11 +186,23 @@ def log_line(number: int, run: Run, step: Step, ranks: Sequence[RankStep]) -> di
 
 
 def is_faster(a: Run, b: Run) -> bool:
-    """Whether `a` beat `b` in so many of the steps that they made in turns that chance is out (sign test)."""
-    pairs = [(x.seconds, y.seconds) for x, y in zip(a.steps, b.steps, strict=True) if x.seconds != y.seconds]
-    wins, n = sum(x < y for x, y in pairs), len(pairs)
-    by_chance = sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
-    return a.step_s < b.step_s and by_chance < UNSURE
+    """Whether `a` beat `b` in the steps they made in turns by more than chance would (Wilcoxon's signed-rank test)."""
+    pairs = zip(a.steps, b.steps, strict=True)
+    differences = sorted((y.seconds - x.seconds for x, y in pairs if x.seconds != y.seconds), key=abs)
+    lost = sum(rank for rank, difference in enumerate(differences, 1) if difference < 0)
+    return a.step_s < b.step_s and _chance(len(differences), lost) < UNSURE
+
+
+def _chance(n: int, most: int) -> float:
+    """The share of the 2^n ways to pick from 1, 2, ..., n whose sum is at most `most`."""
+    if n > 60:  # the sum is as good as normal
+        mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
+        return 0.5 * math.erfc((mean - most - 0.5) / math.sqrt(2 * variance))
+    ways = [1] + [0] * most
+    for rank in range(1, n + 1):
+        for total in range(most, rank - 1, -1):
+            ways[total] += ways[total - rank]
+    return sum(ways) / 2**n
 
 
 def mfu_text(yardstick: Yardstick) -> str:
@@ -216,31 +229,45 @@ def loss_text(runs: Sequence[Run]) -> str:
 
 
 def finding(runs: Sequence[Run], world_size: int) -> str:
-    """One sentence a network, in plain words: what overlap bought. Differences that may be chance are not claimed."""
-    local = next((run for run in runs if run.network == "none"), None)
+    """One plain sentence: what overlap bought on each network. A difference that may be chance is not claimed."""
     if world_size == 1:
         return "One process has nobody to communicate with, so all modes do the same; start two ranks to compare them."
-    sentences = []
+    local = next((run for run in runs if run.network == "none"), None)
+    clauses = []
     for network in ("emulated", "own"):
-        ours = {run.mode: run for run in runs if run.network == network and run.mode != "torch"}
-        best = ours.pop("overlapped", None)
-        if best is None or not ours:
+        others = [run for run in runs if run.network == network]
+        best = next((run for run in others if run.mode == "overlapped"), None)
+        if best is None or len(others) < 2:
             continue
-        where = f"On an {best.label}" if network == "emulated" else f"On {best.label}"
-        beaten = [run for run in ours.values() if is_faster(best, run)]
-        if not beaten:
-            every = ", ".join(f"{run.mode} {_ms(run.step_s)}" for run in (best, *ours.values()))
-            sentences.append(f"{where} the modes differ by no more than chance would make them ({every}).")
-            continue
-        than = " and ".join(f"{_ms(run.step_s)} {run.mode} ({1 - best.step_s / run.step_s:.0%} less)" for run in beaten)
-        text = f"{where} overlapped takes {_ms(best.step_s)} a step instead of {than}"
-        if best.median("overlap") is not None:
-            text += f", since {best.median('overlap'):.0%} of its communication hides under backward"
-        if local is not None:
-            over = best.step_s / local.step_s - 1
-            text += f"; without any communication it would be {_ms(local.step_s)}" if over > 0 else ""
-        sentences.append(text + ".")
-    return " ".join(sentences) or "Nothing to compare: name overlapped and another mode in --modes."
+        others.remove(best)
+        clauses.append(f"on {'an ' if network == 'emulated' else ''}{best.label} {_standing(best, others, local)}")
+    text = "; ".join(clauses) or "nothing to compare: name overlapped and another mode in --modes"
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _standing(best: Run, others: Sequence[Run], local: Run | None) -> str:
+    """Where `best`, the overlapped run, stands among the others on its network."""
+    beaten = [run for run in others if is_faster(best, run)]
+    ahead = [run for run in others if is_faster(run, best)]
+    even = [run for run in others if run not in beaten and run not in ahead]
+    if not beaten and not ahead:
+        times = ", ".join(f"{run.mode} {_ms(run.step_s)}" for run in (best, *others))
+        return f"the modes differ by no more than chance would make them ({times})"
+    text = f"a step takes {_ms(best.step_s)} overlapped"
+    if beaten:
+        text += " instead of " + " and ".join(
+            f"{_ms(run.step_s)} {run.mode} ({1 - best.step_s / run.step_s:.0%} less)" for run in beaten
+        )
+    if ahead:
+        text += ", more than " + " and ".join(f"{_ms(run.step_s)} {run.mode}" for run in ahead)
+    if even:
+        text += ", no clear difference to " + " and ".join(f"{_ms(run.step_s)} {run.mode}" for run in even)
+    overlap = best.median("overlap")
+    if beaten and overlap is not None:
+        text += f", since {overlap:.0%} of its communication hides under backward"
+    if local is not None:
+        text += f" ({_ms(local.step_s)} without any)"
+    return text
 
 
 def agreement(runs: Sequence[Run]) -> tuple[str, float]:
@@ -254,11 +281,12 @@ def agreement(runs: Sequence[Run]) -> tuple[str, float]:
     for run in shared[1:]:
         for step, (a, b) in enumerate(zip(shared[0].losses, run.losses, strict=True)):
             difference = abs(a - b) / max(abs(a), 1e-30)
-            if not difference <= worst:  # a NaN counts as the worst
+            if not difference <= worst and not math.isnan(worst):  # a NaN is the worst
                 worst, at = difference, step
     if worst == 0:
         return f"Losses of {names} are the same to the last bit at all {count} steps.", worst
-    return f"Losses of {names} agree to {worst:.1e} (worst of {count} steps: step {at}).", worst
+    verb = "agree to" if worst <= ALIKE else "DISAGREE, which rounding does not explain, by"
+    return f"Losses of {names} {verb} {worst:.1e} (worst of {count} steps: step {at}).", worst
 
 
 # ---- Table and report ------------------------------------------------------------------------------------------------
@@ -269,7 +297,7 @@ NOTE = (
     "a rank that came early waits for the others; exposed: the computing side stands still; overlap: share of comm.",
     "that hides under backward. All are medians over the timed steps.",
 )
-TORCH_NOTE = "* torch reports one span, from its first launch to its last end, pauses included."
+TORCH_NOTE = "torch tells only when its communication began and ended, so its share that is not exposed is not known."
 NO_TORCH_NOTE = "torch is left out here: its gloo messages are real and cannot be slowed down"
 
 
@@ -301,9 +329,9 @@ def table(runs: Sequence[Run], yardstick: Yardstick) -> str:
 
 def _cells(run: Run, local: Run | None, yardstick: Yardstick) -> list[str]:
     low_s, high_s = run.spread_s
-    times = [run.median(name) for name in ("communication_s", "peer_wait_s", "exposed_s")]
-    star = "*" if run.mode == "torch" and times[0] is not None else ""
-    overlap = run.median("overlap")
+    names = ("communication_s", "peer_wait_s", "exposed_s", "overlap")
+    times = [None if run.mode == "torch" and name != "exposed_s" else run.median(name) for name in names]
+    overlap = times.pop()
     return [
         f"  {run.mode}",
         f"{1e3 * run.step_s:.1f}",
@@ -311,8 +339,8 @@ def _cells(run: Run, local: Run | None, yardstick: Yardstick) -> list[str]:
         f"{yardstick.items / run.step_s:.0f}",
         format_mfu(mfu(yardstick.flops, run.step_s, yardstick.peak)),
         f"{local.step_s / run.step_s:.2f}" if local else "-",
-        *("-" if seconds is None else f"{1e3 * seconds:.1f}{star}" for seconds in times),
-        "-" if overlap is None else f"{overlap:.0%}{star}",
+        *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times),
+        "-" if overlap is None else f"{overlap:.0%}",
     ]
 
 
@@ -334,6 +362,7 @@ def report(runs: Sequence[Run], yardstick: Yardstick, world_size: int) -> dict[s
 
 
 def _run_dict(run: Run, local: Run | None, yardstick: Yardstick) -> dict[str, Any]:
+    known = ("communication_s", "peer_wait_s", "exposed_s", "overlap") if run.mode != "torch" else ("exposed_s",)
     return {
         "mode": run.mode,
         "network": run.label,
@@ -344,7 +373,7 @@ def _run_dict(run: Run, local: Run | None, yardstick: Yardstick) -> dict[str, An
         f"{yardstick.item}s_per_s": yardstick.items / run.step_s,
         "mfu": mfu(yardstick.flops, run.step_s, yardstick.peak),
         "mfu_of_local": local.step_s / run.step_s if local else None,
-        **{name: run.median(name) for name in ("communication_s", "peer_wait_s", "exposed_s", "overlap")},
+        **{name: run.median(name) for name in known},
         "validation_loss": run.validation_loss,
         "losses": run.losses,
         "steps_s": [step.seconds for step in run.steps],
@@ -354,7 +383,7 @@ def _run_dict(run: Run, local: Run | None, yardstick: Yardstick) -> dict[str, An
 
 def _bucket_dicts(run: Run) -> list[dict[str, Any]]:
     """Medians over the kept steps, for each bucket; rank 0's view, but for the transfer."""
-    if not run.views or not run.views[0][0].buckets:
+    if not run.views or not run.views[0][0].buckets or run.mode == "torch":
         return []
     transfers = [transfer_s(ranks) for ranks in run.views]
     dicts = []

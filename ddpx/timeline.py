@@ -15,6 +15,7 @@ COLOURS = {
     "hidden": "#2a9d7f",
     "exposed": "#d1495b",
     "peer": "#cdbfe0",
+    "span": "#b5dbd1",
 }
 WORDS = {
     "forward": "forward",
@@ -24,16 +25,30 @@ WORDS = {
     "hidden": "communication hidden under backward",
     "exposed": "communication that the processor waits for",
     "peer": "waiting for a slower rank",
+    "span": "torch: from its first launch on",
 }
-INK, FAINT = "#1c2127", "#8b949e"
+MODES = {
+    "local": "no communication",
+    "torch": "DistributedDataParallel",
+    "naive": "each parameter, after backward",
+    "bucketed": "buckets, after backward",
+    "overlapped": "buckets, during backward",
+}
+INK, FAINT = "#1c2127", "#6b747e"
 LANE = 0.8  # height of a bar; lanes are 1 apart
 PAUSE = 0.7  # between modes
 NARROW = 0.07  # of the axis: bars narrower than this carry no word
 
 
-def bars(rank: RankStep, ranks: Sequence[RankStep]) -> Iterator[tuple[str, float, float]]:
-    """What the network did in a step, as (kind, start_s, end_s): waited for a peer, moved bytes hidden or exposed."""
+def bars(run: Run, ranks: Sequence[RankStep]) -> Iterator[tuple[str, float, float]]:
+    """What rank 0's network did in a step, as (kind, start_s, end_s): see WORDS for the kinds."""
+    rank = ranks[0]
     turn_s = rank.backward_ended_s
+    if run.mode == "torch":  # it reports one span for all buckets
+        (span,) = rank.buckets
+        yield "span", span.started_s, min(span.ended_s, turn_s)
+        yield "exposed", max(span.started_s, turn_s), max(span.ended_s, turn_s)
+        return
     for bucket, transfer in zip(rank.buckets, transfer_s(ranks), strict=True):
         moving_s = bucket.ended_s - transfer
         for kind, start, end in (
@@ -45,8 +60,8 @@ def bars(rank: RankStep, ranks: Sequence[RankStep]) -> Iterator[tuple[str, float
                 yield kind, start, end
 
 
-def draw(runs: Sequence[Run], title: str, path: Path) -> None:
-    """Write the picture of each run's typical step, as rank 0 saw it, as a PNG."""
+def draw(runs: Sequence[Run], what: str, path: Path) -> None:
+    """Write the picture of each run's typical step, as rank 0 saw it, as a PNG; `what` says what was trained."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,13 +86,14 @@ def draw(runs: Sequence[Run], title: str, path: Path) -> None:
             layout="constrained",
             squeeze=False,
         )
+        title = "A training step in each mode: green communication hides under backward, red is waited for"
         figure.suptitle(title, x=0.01, ha="left", fontsize=13.5, fontweight="bold")
         for axis, (label, members), height in zip(axes[:, 0], panels, heights, strict=True):
             axis.set_xlim(0, 1.08 * reach_ms)
             axis.set_ylim(height - PAUSE / 2, -PAUSE)
-            axis.set_title(label[:1].upper() + label[1:], loc="left", fontsize=11, fontweight="bold", color=INK)
+            axis.set_title(f"{label[:1].upper()}{label[1:]}", loc="left", fontsize=11.5, fontweight="bold", color=INK)
             used |= _draw_panel(axis, members, local[0] if local else None)
-        axes[-1, 0].set_xlabel("milliseconds since the step began", color=INK)
+        axes[-1, 0].set_xlabel(f"milliseconds since the step began ({what}; rank 0's step of median time)", color=INK)
         handles = [
             Patch(
                 facecolor=COLOURS[kind], edgecolor=COLOURS["exposed"] if kind == "wait" else COLOURS[kind], label=text
@@ -109,21 +125,16 @@ def _draw_panel(axis: Any, members: Sequence[Run], local: Run | None) -> set[str
         for phase in rank.phases:
             used.add(phase.kind)
             _bar(axis, row, phase.kind, phase.start_s, phase.end_s)
-        ticks.append((row, "computes"))
+        ticks.append((row, "processor"))
         if rank.buckets:
-            for kind, start_s, end_s in bars(rank, ranks):
+            for kind, start_s, end_s in bars(run, ranks):
                 used.add(kind)
                 _bar(axis, row + 1, kind, start_s, end_s)
-            ticks.append((row + 1, "communicates"))
-        axis.annotate(
-            run.mode,
-            (-0.115, row + (_lanes(run) - 1) / 2),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="center",
-            fontweight="bold",
-            annotation_clip=False,
-        )
+            ticks.append((row + 1, "network"))
+        middle = row + (_lanes(run) - 1) / 2
+        place = {"xycoords": ("axes fraction", "data"), "ha": "right", "annotation_clip": False}
+        axis.annotate(run.mode, (-0.1, middle), va="bottom", fontweight="bold", fontsize=11, **place)
+        axis.annotate(MODES.get(run.mode, ""), (-0.1, middle), va="top", fontsize=8.5, color=FAINT, **place)
         axis.text(
             1e3 * rank.seconds + 0.006 * axis.get_xlim()[1],
             row,
@@ -135,7 +146,7 @@ def _draw_panel(axis: Any, members: Sequence[Run], local: Run | None) -> set[str
     axis.set_yticks([at for at, _ in ticks], [word for _, word in ticks], fontsize=8.5)
     axis.tick_params(axis="y", length=0, colors=FAINT)
     if local is not None and len(members) > 1:
-        axis.axvline(1e3 * local.typical()[0].seconds, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=0)
+        axis.axvline(1e3 * local.typical()[0].seconds, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=3)
     return used
 
 
