@@ -33,7 +33,7 @@ class Link:
     @classmethod
     def parse(cls, text: str) -> "Link":
         """A link from 'ALPHA,BANDWIDTH', for example '200us,1GB/s' or '1ms,10Gbit/s'. ValueError says what is wrong."""
-        found = re.fullmatch(r"\s*([\d.]+)\s*(ns|us|ms|s)\s*,\s*([\d.]+)\s*([kMG])(B|bit)/s\s*", text)
+        found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ns|us|ms|s)\s*,\s*(\d+\.?\d*|\.\d+)\s*([kMG])(B|bit)/s\s*", text)
         if not found:
             raise ValueError(f"a link is LATENCY,BANDWIDTH such as 200us,1GB/s or 1ms,10Gbit/s, not '{text}'")
         alpha_s = float(found[1]) * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
