@@ -98,7 +98,7 @@ def _last_bucket(run: RunReport, step_ms: float) -> list[Advice]:
                 return []
             last = max(mine, key=lambda item: item.event.end)
             lasts.append(last)
-            tails.append(sum(end - start for start, end in last.exposed) / 1e6)
+            tails.append(last.exposed_total / 1e6)
     event = lasts[0].event
     if not event.size or len({(item.event.kind, item.event.size) for item in lasts}) != 1:
         return []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from ddpx.trace.collect import Collective, Recording, Samples, Stream, collect
-from ddpx.trace.intervals import Interval, Split, cut, intersect, join, split, subtract, total, union
+from ddpx.trace.intervals import Cutter, Interval, Split, intersect, join, split, subtract, total, union
 from ddpx.trace.read import TraceError
 
 CAUSES = ("communication", "peer", "data loading", "copy", "host", "other")
@@ -34,6 +35,7 @@ CAUSE_WORDS = {
     "host": "host late (nothing launched)",
     "other": "launched, not yet running",
 }
+PIECE = 20_000  # intervals of compute held at a time
 DRAWN_STEPS = 8
 DRAWN_SLIVERS = 6000  # finest detail kept for pictures: a step's length over this
 INSIDE, OUTSIDE = 0.9, 0.05  # share of an operator under communication that counts as with / without it
@@ -68,13 +70,22 @@ class Placed:
 
     event: Collective
     step: int
-    exposed: list[Interval] = field(default_factory=list)
+    exposed_ns: array[int] = field(default_factory=lambda: array("q"))  # start, end, start, end, ...
     wait: int | None = None  # ns until the last rank arrived; None where ranks couldn't be compared
     transfer: int | None = None
 
     @property
     def duration(self) -> int:
         return self.event.end - self.event.start
+
+    @property
+    def exposed(self) -> list[Interval]:
+        """The parts of it that ran while nothing was computed."""
+        return list(zip(self.exposed_ns[::2], self.exposed_ns[1::2], strict=True))
+
+    @property
+    def exposed_total(self) -> int:
+        return sum(self.exposed_ns[1::2]) - sum(self.exposed_ns[::2])
 
 
 @dataclass(slots=True)
@@ -332,14 +343,13 @@ def _hta_overlap(recording: Recording) -> float | None:
     cutoff = recording.steps[-1].start
     if recording.device == "gpu":
 
-        def rounded(kind: str) -> list[Interval]:
-            return union((-(-start // 1000), end // 1000) for start, end in _device_intervals(recording, kind, cutoff))
+        def rounded(kind: str) -> Iterator[Interval]:
+            return join((-(-start // 1000), end // 1000) for start, end in _device_intervals(recording, kind, cutoff))
 
-        comm, compute = rounded("comm"), rounded("compute")
+        comm, compute = list(rounded("comm")), rounded("compute")
     else:
-        everything = [(-(1 << 62), cutoff)]
-        (comm,) = cut(busy(recording, "comm"), everything)
-        (compute,) = cut(busy(recording, "compute"), everything)
+        kept = [(-(1 << 62), cutoff)]
+        comm, compute = list(intersect(busy(recording, "comm"), kept)), intersect(busy(recording, "compute"), kept)
     return total(intersect(compute, comm)) / total(comm) if comm else None
 
 
@@ -355,8 +365,8 @@ def _gap_causes(
     parts: dict[str, list[Interval]] = {}
     rest = gaps
     for cause, some in (("copy", copy), ("data loading", loader), ("communication", waits)):
-        parts[cause] = intersect(rest, some)
-        rest = subtract(rest, some)
+        parts[cause] = list(intersect(rest, some))
+        rest = list(subtract(rest, some))
     if recording.device == "cpu":
         parts["host"] = rest
         return parts
@@ -438,6 +448,28 @@ def _overlap_each(some: list[Interval], spans: list[Interval]) -> list[Interval]
     return out
 
 
+def _pieces(compute: Iterator[Interval], windows: list[Interval]) -> Iterator[tuple[int, Interval, list[Interval]]]:
+    """Cut windows into pieces with at most PIECE intervals of compute: yields (which window, piece, compute in it).
+
+    A piece ends where an interval of compute starts, so no stretch without compute is cut in two.
+    """
+    current = next(compute, None)
+    for k, (lo, hi) in enumerate(windows):
+        begin = lo
+        inside: list[Interval] = []
+        while current is not None and current[0] < hi:
+            start, end = max(current[0], lo), current[1]
+            if end > lo:
+                if len(inside) >= PIECE:
+                    yield k, (begin, start), inside
+                    begin, inside = start, []
+                inside.append((start, min(end, hi)))
+            if end > hi:
+                break
+            current = next(compute, None)
+        yield k, (begin, hi), inside
+
+
 def analyse_rank(recording: Recording, top: int = 10, only: range | None = None) -> RankReport:
     """Everything that one rank's trace tells on its own; `only` keeps the steps with these numbers."""
     path = recording.path
@@ -450,47 +482,63 @@ def analyse_rank(recording: Recording, top: int = 10, only: range | None = None)
     placed, strays = _place(recording, windows)
     comm = list(busy(recording, "comm"))
     kept_windows = [windows[k] for k in keep]
-    waits = union(span for thread, spans in recording.waits.items() for span in spans)
+    asked = defaultdict(list)  # collectives by the step that asked for them
+    for item in placed:
+        asked[item.step].append(item.event)
+    in_flight = sorted(placed, key=lambda item: item.event.start, reverse=True)  # next one last
+    active: list[Placed] = []
+    sent_in, copied_in, loading_in, waiting_in = map(
+        Cutter,
+        (
+            comm,
+            busy(recording, "copy"),
+            recording.loader,
+            union(span for spans in recording.waits.values() for span in spans),
+        ),
+    )
     steps: list[StepReport] = []
     holes: list[Hole] = []
-    per_step = zip(
-        keep,
-        kept_windows,
-        cut(busy(recording, "compute"), kept_windows),
-        cut(comm, kept_windows),
-        cut(busy(recording, "copy"), kept_windows),
-        cut(recording.loader, kept_windows),
-        cut(waits, kept_windows),
-        strict=True,
-    )
-    for k, window, compute, sent, copy, loader, waiting in per_step:
-        step = recording.steps[k]
-        parts = split(window, compute, sent)
-        exposed = subtract(sent, compute)
-        gaps = subtract(subtract([window], compute), sent)
-        causes = _gap_causes(recording, gaps, loader, copy, waiting, window[1])
-        idle = {cause: total(causes.get(cause, [])) for cause in CAUSES}
-        idle["communication"] += parts.exposed
-        for item in placed:
-            if item.event.start < window[1] and item.event.end > window[0]:
-                item.exposed += _overlap_each(exposed, [(item.event.start, item.event.end)])
-        mine = [item.event for item in placed if item.step == step.number]
+    for k, piece, compute in _pieces(busy(recording, "compute"), kept_windows):
+        step, window = recording.steps[keep[k]], kept_windows[k]
+        mine = asked[step.number]
+        if len(steps) == k:
+            nothing = dict.fromkeys(CAUSES, 0)
+            steps.append(StepReport(step.number, *window, step.end - step.start, Split(0, 0, 0, 0), nothing, (0, 0), 0))
+        report = steps[k]
+        sent = sent_in.take(*piece)
+        exposed = list(subtract(sent, compute))
+        gaps = list(subtract(subtract([piece], compute), sent))
+        cuts = loading_in.take(*piece), copied_in.take(*piece), waiting_in.take(*piece)
+        causes = _gap_causes(recording, gaps, *cuts, window[1])
+        parts = split(piece, compute, sent)
+        report.split = report.split + parts
+        for cause, some in causes.items():
+            report.idle[cause] += total(some)
+        report.idle["communication"] += parts.exposed
+        while in_flight and in_flight[-1].event.start < piece[1]:
+            active.append(in_flight.pop())
+        active = [item for item in active if item.event.end > piece[0]]
+        for item in active:
+            for span in _overlap_each(exposed, [(item.event.start, item.event.end)]):
+                item.exposed_ns.extend(span)
         others = union(
-            (max(event.start, window[0]), min(event.end, window[1]))
+            (max(event.start, piece[0]), min(event.end, piece[1]))
             for event in sorted(mine, key=lambda event: event.start)[:-1]
         )
-        hideable = (total(intersect(others, compute)), total(others))
-        tail = 0
+        hidden, whole = report.hideable
+        report.hideable = hidden + total(intersect(others, compute)), whole + total(others)
         if mine:
-            last = max(mine, key=lambda event: event.end)
-            done = max((end for start, end in compute if start < last.end), default=window[0])
-            tail = total(cut(exposed, [(done, max(done, last.end))]).__next__()) if done < last.end else 0
-        report = StepReport(step.number, window[0], window[1], step.end - step.start, parts, idle, hideable, tail)
-        if len(steps) < DRAWN_STEPS:
+            end = max(event.end for event in mine)
+            before = [stop for start, stop in compute if start < end]
+            report.tail = 0 if before else report.tail
+            done = before[-1] if before else piece[0]
+            report.tail += total(_overlap_each(exposed, [(done, end)])) if done < end else 0
+        if len(steps) <= DRAWN_STEPS:
             resolution = (window[1] - window[0]) // DRAWN_SLIVERS
-            report.compute, report.exposed = _coarse(compute, resolution), _coarse(exposed, resolution)
-        steps.append(report)
-        for start, end in heapq.nlargest(top, subtract([window], compute), key=lambda hole: hole[1] - hole[0]):
+            report.compute = _coarse(report.compute + compute, resolution)
+            report.exposed = _coarse(report.exposed + exposed, resolution)
+        empty = subtract([piece], compute)
+        for start, end in heapq.nlargest(top, empty, key=lambda hole: hole[1] - hole[0]):
             shares = {cause: total(_overlap_each(some, [(start, end)])) for cause, some in causes.items()}
             inside = _overlap_each(exposed, [(start, end)])
             shares["communication"] = shares.get("communication", 0) + total(inside)
@@ -726,7 +774,7 @@ def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]
                 exposed_by_step[item.step] += _overlap_each(union(item.exposed), span)
         for number, some in exposed_by_step.items():
             step = by_number[number]
-            inside = next(cut(union(some), [(step.start, step.end)]))
+            inside = list(intersect(union(some), [(step.start, step.end)]))
             step.idle["peer"] = total(inside)
             step.idle["communication"] -= total(inside)
         for hole in rank.holes:
@@ -822,7 +870,7 @@ def _rows(ranks: list[RankReport]) -> list[Row]:
                 duration_ms=fmean(item.duration for _, item in items) / 1e6,
                 transfer_ms=fmean(transfers) / 1e6 if whole else None,
                 wait_ms=fmean(waits) / 1e6 if whole else None,
-                exposed_ms=sum(total(item.exposed) for _, item in items) / 1e6 / steps,
+                exposed_ms=sum(item.exposed_total for _, item in items) / 1e6 / steps,
                 duration_total_ms=sum(item.duration for _, item in items) / 1e6 / steps,
             )
         )
@@ -860,7 +908,13 @@ def analyse_run(
     """Analyse one run's traces, one rank after the other; raises TraceError for a file that can't be used."""
     notes: list[str] = []
     problems: list[str] = []
-    ranks = [analyse_rank(collect(path, step_name), top, only) for path in paths]
+    ranks = []
+    for path in paths:
+        recording = collect(path, step_name)
+        try:
+            ranks.append(analyse_rank(recording, top, only))
+        finally:
+            recording.close()
     number_ranks(ranks, notes)
     arrivals: list[Arrival] = []
     straggler = None

@@ -8,24 +8,29 @@ An event is told apart by category and name, never by thread order or position:
                    their own thread waits or communicates (a wait inside a backward operator is not compute)
     copies         GPU copies and fills; neither compute nor communication, as in Holistic Trace Analysis
 
-What grows with a trace is one 24-byte row per outermost CPU operator or per kernel; nested operators vanish on sight.
+What grows with a trace is a compact row per kernel or per outermost CPU operator (these go to a temporary file where
+there are very many); nested operators vanish on sight.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
+import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ddpx.trace.intervals import Interval, subtract, union
 from ddpx.trace.read import TraceError, TraceFile, args_of, decode
 
 SAMPLED_FROM_NS = 20_000  # operators shorter than this say little about slowdown
+ROWS_IN_MEMORY = 200_000  # of one thread
+ROW_BYTES = 24
 SAMPLES = 512  # kept per operator and shape
 COMM_KERNEL = re.compile(
     rb"nccl|rccl|^hccl|oneccl|mscclKernel|nvshmem|cross_device_reduce"
@@ -87,71 +92,109 @@ class Collective:
 
 
 class Lane:
-    """Busy time of one thread: outermost intervals with the names at their ends, in compact arrays.
+    """Busy time of one thread: outermost intervals with the names at their ends.
 
     A thread's events come nearly sorted by start, so most are absorbed by the last row at once. Those that come late
-    wait in a list and are merged in bulk.
+    wait in a list and are merged in bulk. Rows are compact (24 bytes) and go to an unnamed temporary file beyond
+    ROWS_IN_MEMORY, so that memory doesn't grow with the trace.
     """
 
-    __slots__ = ("start", "end", "first", "last", "late", "sample_end", "newest")
+    __slots__ = ("start", "end", "first", "last", "late", "sample_end", "spilled", "file")
 
     def __init__(self) -> None:
-        self.start = array("q")
-        self.end = array("q")
-        self.first = array("i")
-        self.last = array("i")
-        self.late: list[tuple[int, int, int]] = []
+        self._open()
+        self.late: list[tuple[int, int, int, int]] = []
         self.sample_end = -(1 << 62)
-        self.newest = -(1 << 62)
+        self.spilled: list[tuple[int, int]] = []  # (rows, end of the last one) of each block in the file
+        self.file: BinaryIO | None = None
 
-    def add(self, start: int, end: int, name: int) -> None:
+    def _open(self) -> None:
+        self.start, self.end, self.first, self.last = array("q"), array("q"), array("i"), array("i")
+
+    def add(self, start: int, end: int, first: int, last: int) -> None:
         if end <= start:
             return
         ends = self.end
         if not ends or start > ends[-1]:
+            if len(ends) > ROWS_IN_MEMORY:
+                self._spill()
             self.start.append(start)
-            ends.append(end)
-            self.first.append(name)
-            self.last.append(name)
+            self.end.append(end)
+            self.first.append(first)
+            self.last.append(last)
         elif start < self.start[-1]:
-            self.late.append((start, end, name))
+            self.late.append((start, end, first, last))
             if len(self.late) > 4096 + len(ends) // 4:
                 self.settle()
         elif end > ends[-1]:
             ends[-1] = end
-            self.last[-1] = name
+            self.last[-1] = last
+
+    def _spill(self) -> None:
+        """Write the rows to the file; the last stays, since the next event may extend it."""
+        if self.file is None:
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
+        for column in (self.start, self.end, self.first, self.last):
+            column[:-1].tofile(self.file)
+        self.spilled.append((len(self.end) - 1, self.end[-2]))
+        for column in (self.start, self.end, self.first, self.last):
+            del column[:-1]
+
+    def _blocks(self, since: int = 0) -> Iterator[tuple[array[int], array[int], array[int], array[int]]]:
+        """Columns of each block in order of time, from the block `since`."""
+        for i in range(since, len(self.spilled)):
+            assert self.file is not None
+            rows = self.spilled[i][0]
+            self.file.seek(ROW_BYTES * sum(block[0] for block in self.spilled[:i]))
+            columns = array("q"), array("q"), array("i"), array("i")
+            for column in columns:
+                column.fromfile(self.file, rows)
+            yield columns
+        yield self.start, self.end, self.first, self.last
 
     def settle(self) -> None:
         """Merge the late rows in."""
         if not self.late:
             return
-        rows = list(zip(self.start, self.end, self.first, self.last, strict=True))
-        rows += [(start, end, name, name) for start, end, name in self.late]
-        self.late = []
-        rows.sort()
-        self.start, self.end, self.first, self.last = array("q"), array("q"), array("i"), array("i")
-        for start, end, first, last in rows:
-            if not self.end or start > self.end[-1]:
-                self.start.append(start)
-                self.end.append(end)
-                self.first.append(first)
-                self.last.append(last)
-            elif end > self.end[-1]:
-                self.end[-1] = end
-                self.last[-1] = last
+        late, self.late = sorted(self.late), []
+        rows = (row for block in self._blocks() for row in zip(*block, strict=True))
+        merged = Lane()
+        for row in heapq.merge(rows, late):
+            merged.add(*row)
+        self.close()
+        self.start, self.end, self.first, self.last = merged.start, merged.end, merged.first, merged.last
+        self.spilled, self.file = merged.spilled, merged.file
+
+    def close(self) -> None:
+        """Give the temporary file back; the lane is of no use after that."""
+        if self.file is not None:
+            self.file.close()
 
     def intervals(self) -> Iterator[Interval]:
-        return zip(self.start, self.end, strict=True)
+        for start, end, _, _ in self._blocks():
+            yield from zip(start, end, strict=True)
 
     def before(self, t: int) -> tuple[int, int] | None:
         """(end, name) of the last interval that ends by t."""
-        i = bisect_right(self.end, t) - 1
-        return (self.end[i], self.last[i]) if i >= 0 else None
+        found = None
+        for _, end, _, last in self._blocks(max(0, self._block_of(t) - 1)):
+            i = bisect_right(end, t) - 1
+            if i < 0:
+                break
+            found = end[i], last[i]
+        return found
 
     def after(self, t: int) -> tuple[int, int] | None:
         """(start, name) of the first interval that starts at t or later."""
-        i = bisect_left(self.start, t)
-        return (self.start[i], self.first[i]) if i < len(self.start) else None
+        for start, _, first, _ in self._blocks(self._block_of(t)):
+            i = bisect_left(start, t)
+            if i < len(start):
+                return start[i], first[i]
+        return None
+
+    def _block_of(self, t: int) -> int:
+        """The first block that ends after t."""
+        return bisect_right([end for _, end in self.spilled], t)
 
 
 class Stream:
@@ -249,11 +292,16 @@ class Recording:
         i = bisect_left(self.launch_correlation, correlation)
         return i if i < len(self.launch_correlation) and self.launch_correlation[i] == correlation else None
 
+    def close(self) -> None:
+        """Give temporary files back."""
+        for lane in self.lanes.values():
+            lane.close()
+
     def lane_compute(self, thread: bytes) -> Iterator[Interval]:
         """One CPU thread's compute: its operators minus its own waits and communication."""
         idle = union(self.waits.get(thread, []) + self.comm_by_thread.get(thread, []))
         busy = self.lanes[thread].intervals()
-        return iter(subtract(busy, idle)) if idle else busy
+        return subtract(busy, idle) if idle else busy
 
 
 class HostComm(NamedTuple):
@@ -359,7 +407,8 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
                         kept.add(start, end)
                 ends = lane.end
                 if not ends or end > ends[-1] or start < lane.start[-1]:
-                    lane.add(start, end, name_id(name))
+                    ident = name_id(name)
+                    lane.add(start, end, ident, ident)
             elif kind == "comm":
                 host_comm.append(HostComm(name, tid, start, end, args_of(args)))
             elif kind == "wait":

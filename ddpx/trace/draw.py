@@ -54,20 +54,22 @@ def typical_step(run: RunReport) -> int:
 def step_lanes(rank: RankReport, step: StepReport) -> dict[str, list[Interval]]:
     """The step's time in each class, as coarse intervals of trace time, for pictures."""
     window = [(step.start, step.end)]
-    comm = intersect(
-        union((item.event.start, item.event.end) for item in rank.collectives if item.event.end > item.event.start),
-        window,
+    comm = list(
+        intersect(
+            union((item.event.start, item.event.end) for item in rank.collectives if item.event.end > item.event.start),
+            window,
+        )
     )
     waits = union(
         (item.event.start, item.event.start + item.wait) for item in rank.collectives if item.wait is not None
     )
-    peer = intersect(step.exposed, waits)
+    peer = list(intersect(step.exposed, waits))
     return {
         "compute": step.compute,
-        "hidden": subtract(comm, step.exposed),
-        "exposed": subtract(step.exposed, peer),
+        "hidden": list(subtract(comm, step.exposed)),
+        "exposed": list(subtract(step.exposed, peer)),
         "peer": peer,
-        "gap": subtract(subtract(window, step.compute), comm),
+        "gap": list(subtract(subtract(window, step.compute), comm)),
     }
 
 

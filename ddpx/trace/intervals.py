@@ -44,25 +44,22 @@ def total(disjoint: Iterable[Interval]) -> int:
     return sum(end - start for start, end in disjoint)
 
 
-def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The time in both of two disjoint sets."""
-    out: list[Interval] = []
+def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield the time in both of two disjoint sets."""
     others = iter(b)
     other = next(others, None)
     for start, end in a:
         while other is not None and other[1] <= start:
             other = next(others, None)
         while other is not None and other[0] < end:
-            out.append((max(start, other[0]), min(end, other[1])))
+            yield max(start, other[0]), min(end, other[1])
             if other[1] > end:
                 break
             other = next(others, None)
-    return out
 
 
-def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The time in the disjoint set `a` and not in the disjoint set `b`."""
-    out: list[Interval] = []
+def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield the time in the disjoint set `a` and not in the disjoint set `b`."""
     others = iter(b)
     other = next(others, None)
     for start, end in a:
@@ -70,30 +67,33 @@ def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
             other = next(others, None)
         while other is not None and other[0] < end:
             if other[0] > start:
-                out.append((start, other[0]))
+                yield start, other[0]
             start = other[1]
             if start >= end:
                 break
             other = next(others, None)
         if start < end:
-            out.append((start, end))
-    return out
+            yield start, end
 
 
-def cut(disjoint: Iterable[Interval], windows: Iterable[Interval]) -> Iterator[list[Interval]]:
-    """Yield, for each of the sorted disjoint windows, the part of the set inside it; holds one window at a time."""
-    source = iter(disjoint)
-    current = next(source, None)
-    for lo, hi in windows:
+class Cutter:
+    """Cuts a disjoint set into windows that come one after the other; holds one window at a time."""
+
+    def __init__(self, disjoint: Iterable[Interval]) -> None:
+        self._source = iter(disjoint)
+        self._current = next(self._source, None)
+
+    def take(self, lo: int, hi: int) -> list[Interval]:
+        """The part of the set inside lo <= t < hi; windows must not overlap or go back."""
         inside: list[Interval] = []
-        while current is not None and current[0] < hi:
-            start, end = current
+        while self._current is not None and self._current[0] < hi:
+            start, end = self._current
             if end > lo:
                 inside.append((max(start, lo), min(end, hi)))
             if end > hi:
                 break
-            current = next(source, None)
-        yield inside
+            self._current = next(self._source, None)
+        return inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,14 @@ class Split:
     @property
     def duration(self) -> int:
         return self.compute_only + self.overlapped + self.exposed + self.gap
+
+    def __add__(self, other: Split) -> Split:
+        return Split(
+            self.compute_only + other.compute_only,
+            self.overlapped + other.overlapped,
+            self.exposed + other.exposed,
+            self.gap + other.gap,
+        )
 
 
 def split(window: Interval, compute: list[Interval], comm: list[Interval]) -> Split:

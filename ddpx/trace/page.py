@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpx.trace.advise import advise, size_text
 from ddpx.trace.analyse import Difference, Placed, RankReport, RunReport
 from ddpx.trace.draw import CLASS_WORDS, CLASSES, COLOURS, DRAWN_RANKS, drawn_steps, make_up, step_lanes
-from ddpx.trace.intervals import Interval, subtract, total
+from ddpx.trace.intervals import Interval, subtract
 from ddpx.trace.report import (
     SHOWN_ROWS,
     bandwidth,
@@ -226,7 +226,7 @@ def _timeline(run: RunReport, index: int) -> tuple[str, dict[str, object]]:
             late = event.start + (item.wait or 0)
             exposed = _merged(item.exposed, (event.end - event.start) // 400)
             waiting = [(lo, min(hi, late)) for lo, hi in exposed if lo < late]
-            hidden = subtract([(event.start, event.end)], exposed) if event.end > event.start else []
+            hidden = list(subtract([(event.start, event.end)], exposed)) if event.end > event.start else []
             moving = [(max(lo, late), hi) for lo, hi in exposed if hi > late]
             for name, some in (("hidden", hidden), ("exposed", moving), ("peer", waiting)):
                 if some:
@@ -305,7 +305,7 @@ def _rank_data(
         event = item.event
         name = f"bucket {event.bucket}, {event.kind}" if event.bucket is not None else event.kind
         told = [f"{name}" + (f" of {size_text(event.size)}" if event.size else "")]
-        told.append(f"{item.duration / 1e6:.3f} ms, {total(item.exposed) / 1e6:.3f} of it exposed")
+        told.append(f"{item.duration / 1e6:.3f} ms, {item.exposed_total / 1e6:.3f} of it exposed")
         if item.wait is not None:
             told.append(f"{item.wait / 1e6:.3f} ms waiting for a peer, {(item.transfer or 0) / 1e6:.3f} transfer")
         comm.append([(event.start + shift) // 1000, (event.end + shift) // 1000, row, told])

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 CHUNK = 1 << 20  # bytes of JSON taken at a time
 LARGEST_VALUE = 64 << 20  # an event or header value larger than this is taken for damage
@@ -25,16 +25,9 @@ class TraceError(Exception):
     """A file or set of files that can't be analysed; the message names the file and the reason."""
 
 
-class Event(NamedTuple):
-    """One complete ("ph": "X") event, as bytes still encoded as in JSON; times in ns since the trace's base."""
-
-    category: bytes
-    name: bytes
-    pid: bytes
-    tid: bytes
-    start: int
-    duration: int
-    args: bytes | None  # the JSON object
+# One complete ("ph": "X") event: category, name, pid, tid, start, duration, args. Bytes are still encoded as in JSON,
+# times are in nanoseconds since the trace's base, args is the JSON object. A plain tuple, since there are so many.
+Event = tuple[bytes, bytes, bytes, bytes, int, int, bytes | None]
 
 
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
@@ -44,14 +37,17 @@ for _ in range(3):
     _OBJECT = rb"\{(?:[^{}\"]++|" + _STRING + rb"|" + _OBJECT + rb")*+\}"
 _ANY_EVENT = re.compile(rb"[\s,]*+(" + _OBJECT + rb")", re.DOTALL)
 
-# The layout that kineto writes. `[^{}\\]*` is quick but blind to strings: whoever uses the match makes sure that it
-# holds an even number of quotes, since only a match that ended inside a string can hold an odd one.
+# Whatever matters for nesting; outside an object anything but a brace, a comma or space ends the search.
+_TOKEN = re.compile(rb"[{}]|" + _STRING + rb'|"|\]|[^\s,{}\"\]]+', re.DOTALL)
+
+# The layout that kineto writes. `[^{}\\]*` is quick but blind to strings: whoever uses the match makes sure that an
+# even number of quotes stands before each brace, since only a brace inside a string can have an odd one.
 _EVENT = re.compile(
     rb'[\s,]*+\{\s*+"ph":\s*+(?:'
     rb'"X",\s*+"cat":\s*+"([^"\\]*+)",\s*+"name":\s*+"((?:[^"\\]++|\\.)*+)",\s*+"pid":\s*+("[^"\\]*+"|-?\d++),'
     rb'\s*+"tid":\s*+("[^"\\]*+"|-?\d++),\s*+"ts":\s*+(-?\d++(?:\.\d{3})?+),\s*+"dur":\s*+(-?\d++(?:\.\d{3})?+)\s*+'
     rb'(?:,\s*+"args":\s*+(\{[^{}\\]*+\})\s*+)?+'
-    rb'|"[^X"]"[^{}\\]*+(?:\{[^{}\\]*+\})?+[^{}\\]*+'
+    rb'|"[^X"]"[^{}\\]*+(\{[^{}\\]*+\})?+[^{}\\]*+'
     rb")\}"
 )
 
@@ -195,30 +191,40 @@ class TraceFile:
 
     def _read_events(self) -> Iterator[Event]:
         at = 0
+        take = _EVENT.match
         while True:
-            while match := _EVENT.match(self._buffer, at):
-                category, name, pid, tid, start, duration, args = match.groups()
+            buffer = self._buffer
+            count = 0
+            while match := take(buffer, at):
+                category, name, pid, tid, start, duration, args, inner = match.groups()
                 if category is not None:
                     if args is not None and args.count(b'"') & 1:
                         break
                     at = match.end()
-                    self.events_read += 1
-                    yield Event(category, name, pid, tid, to_ns(start), to_ns(duration), args)
+                    count += 1
+                    # to_ns, spelled out for the usual form
+                    t = int(start[:-4] + start[-3:]) if start[-4:-3] == b"." else to_ns(start)
+                    dt = int(duration[:-4] + duration[-3:]) if duration[-4:-3] == b"." else to_ns(duration)
+                    yield category, name, pid, tid, t, dt, args
                 else:
                     whole = match.group()
                     if whole.count(b'"') & 1 or b'"X"' in whole or b'"M"' in whole:
                         break
+                    if inner and (inner.count(b'"') & 1 or buffer.count(b'"', at, match.start(8)) & 1):
+                        break
                     at = match.end()
-                    self.events_read += 1
-            odd = _ANY_EVENT.match(self._buffer, at)
-            if odd is not None:
-                at = odd.end()
+                    count += 1
+            self.events_read += count
+            odd = _ANY_EVENT.match(buffer, at)
+            span = odd.span(1) if odd is not None else _deep_object(buffer, at)
+            if span is not None:
+                at = span[1]
                 self.events_read += 1
-                event = self._parse(odd.group(1))
+                event = self._parse(buffer[span[0] : span[1]])
                 if event is not None:
                     yield event
                 continue
-            rest = self._buffer[at:]
+            rest = buffer[at:]
             following = rest.lstrip(b" \t\r\n,")[:1]
             if following == b"]":
                 self._buffer = rest[rest.index(b"]") + 1 :]
@@ -243,7 +249,7 @@ class TraceFile:
         if event.get("ph") != "X" or "ts" not in event or "name" not in event:
             return None
         args = event.get("args")
-        return Event(
+        return (
             str(event.get("cat", "")).encode(),
             json.dumps(event["name"])[1:-1].encode(),
             json.dumps(event.get("pid")).encode(),
@@ -265,6 +271,23 @@ class TraceFile:
             self.metadata.update(json.loads(b"{" + rest.lstrip(b", \t\r\n"), strict=False))
         except ValueError:
             raise self._truncated("after the list of events") from None
+
+
+def _deep_object(buffer: bytes, at: int) -> tuple[int, int] | None:
+    """Where the object at `at` begins and ends, nested as deeply as it may be; None if the buffer ends first."""
+    depth = begin = 0
+    for token in _TOKEN.finditer(buffer, at):
+        mark = token.group()[:1]
+        if mark == b"{":
+            begin = begin if depth else token.start()
+            depth += 1
+        elif mark == b"}":
+            depth -= 1
+            if depth == 0:
+                return begin, token.end()
+        elif depth == 0 or token.group() == b'"':  # not an object, or a string that the buffer cuts off
+            return None
+    return None
 
 
 def _skip(text: str, at: int) -> int:

@@ -401,7 +401,7 @@ def _rank_dict(rank: RankReport) -> dict[str, Any]:
                 "bytes": item.event.size,
                 "duration_ms": item.duration / 1e6,
                 "wait_ms": None if item.wait is None else item.wait / 1e6,
-                "exposed_ms": sum(end - start for start, end in item.exposed) / 1e6,
+                "exposed_ms": item.exposed_total / 1e6,
                 "where": item.event.where,
             }
             for item in rank.collectives
