@@ -351,7 +351,8 @@ def _words(tensor: torch.Tensor) -> str:
 class Work:
     """A collective under way, as torch.distributed's: leave its tensors alone until `wait` has returned."""
 
-    def __init__(self, pending: Pending | None, wait: Callable[[Pending, float | None], None]) -> None:
+    def __init__(self, call: Call, pending: Pending | None, wait: Callable[[Pending, float | None], None]) -> None:
+        self._call: Call | None = call  # on CUDA, its tensors must outlive the work on the device
         self._pending, self._wait = pending, wait
 
     def is_completed(self) -> bool:
@@ -361,6 +362,7 @@ class Work:
         """Return once the collective is done (on CUDA: order the current stream after it); raise what went wrong."""
         if self._pending is not None:
             self._wait(self._pending, timeout.total_seconds() if timeout else None)
+        self._call = None
         return True
 
 
@@ -404,7 +406,7 @@ class Calls:
         number = self._number
         if communicator.transport is None:
             _copy_alone(call)
-            return Work(None, self._wait) if async_op else None
+            return Work(call, None, self._wait) if async_op else None
         ready = self._plans.get(call.text)
         if ready is None:
             ready = self._prepare(number, call)
@@ -415,7 +417,7 @@ class Calls:
             self._execute(number, call, ready)
             return None
         self._last = communicator.start(lambda: self._execute(number, call, ready))
-        work = Work(self._last, self._wait)
+        work = Work(call, self._last, self._wait)
         if async_op:
             return work
         work.wait()

@@ -357,9 +357,12 @@ class Communicator:
         self.transport.disconnect()
 
     def enter(self, number: int, header: int) -> None:
-        """Begin a numbered call; ranks that share memory compare its header as they go."""
-        if isinstance(self.transport, SharedMemory):
-            self.transport.begin(number, header)
+        """Begin a numbered call: ranks that share memory compare its header as they go, messages carry it as a tag."""
+        transport = self.transport.between if isinstance(self.transport, Hosts) else self.transport
+        if isinstance(transport, SharedMemory):
+            transport.begin(number, header)
+        elif transport is not None:
+            transport.tag = header & 0x7FFFFFFF
 
     def announce(self, message: str) -> None:
         """Tell the group, for good, that this rank failed in a call. From the thread that ran it."""

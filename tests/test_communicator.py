@@ -1,6 +1,7 @@
 """The six collectives on real processes: right, counted, the same bits everywhere, and loud about mistakes."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from itertools import accumulate, product
@@ -387,6 +388,27 @@ def test_a_group_may_be_a_subset_of_the_world(ranks):
     assert "not" in outside
 
 
+def on_two_hosts(rank: int, n: int) -> tuple[str, list[bool]]:
+    os.environ["DDPX_HOST_ID"] = f"host {rank // 2}"
+    try:
+        communicator = Communicator()
+    finally:
+        del os.environ["DDPX_HOST_ID"]
+    right = []
+    for collective, algorithm in [("all_reduce", "ring"), ("broadcast", "tree"), ("all_to_all", "pairwise")]:
+        right += [call(communicator, collective, algorithm, 1000, 0)[0] for _ in range(2)]
+    mine = values(rank, 1000)
+    communicator.all_reduce(mine)  # hierarchical
+    right.append(torch.equal(mine, sum(values(r, 1000) for r in range(n))))
+    name = communicator.transport_name
+    communicator.close()
+    return name, right
+
+
+def test_ranks_of_several_hosts_have_all_collectives(ranks):
+    assert ranks(4).run(on_two_hosts) == [("hierarchical", [True] * 7)] * 4
+
+
 def memory(rank: int, n: int) -> tuple[int, int]:
     communicator = Communicator()
     for size in range(3 * MAX_PLANS):
@@ -461,7 +483,8 @@ def test_different_calls_are_told_on_every_rank_with_everybodys(ranks, transport
 
 
 def different_known_calls(rank: int, n: int, transport: str, check: bool) -> tuple[str, str]:
-    communicator = Communicator(transport=transport, timeout_s=20, check=check)
+    told_at_once = check or transport == "shared_memory"
+    communicator = Communicator(transport=transport, timeout_s=20 if told_at_once else 1, check=check)
     small, large = torch.ones(10), torch.ones(20)
     for _ in range(2):
         communicator.all_reduce(small)
@@ -473,7 +496,10 @@ def different_known_calls(rank: int, n: int, transport: str, check: bool) -> tup
     return error
 
 
-@pytest.mark.parametrize(("transport", "check"), [("shared_memory", False), ("process_group", True)])
+@pytest.mark.parametrize(
+    ("transport", "check"),
+    [("shared_memory", False), ("process_group", True), ("process_group", False)],
+)
 def test_known_calls_in_another_order_are_told_too(ranks, transport, check):
     began = time.monotonic()
     for name, text in ranks(3).run(different_known_calls, transport, check):

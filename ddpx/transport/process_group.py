@@ -38,6 +38,7 @@ class ProcessGroup:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.last_peer = self.rank
+        self.tag = 0  # messages of different tags don't meet (over gloo), so that calls of different sizes can't either
         self.landings = Landings()
         self._header: torch.Tensor | None = None
         self._connections: _Gloo | _Nccl | None = self._connect()
@@ -68,7 +69,7 @@ class ProcessGroup:
         peer = self.rank
         try:
             longest_s = 0.0
-            for peer, work in connections.post(sends, receives):
+            for peer, work in connections.post(sends, receives, self.tag):
                 before = time.perf_counter()
                 work.wait()
                 waited_s = time.perf_counter() - before
@@ -152,9 +153,9 @@ class _Gloo:
         timeout = datetime.timedelta(seconds=group.timeout_s)
         self._gloo: Any = dist.ProcessGroupGloo(group.store(prefix), group.rank, group.world_size, timeout)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[tuple[int, _Works]]:
-        works = [(peer, self._gloo.recv([flat], peer, 0)) for peer, flat in receives]
-        return works + [(peer, self._gloo.send([flat], peer, 0)) for peer, flat in sends]
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[tuple[int, _Works]]:
+        works = [(peer, self._gloo.recv([flat], peer, tag)) for peer, flat in receives]
+        return works + [(peer, self._gloo.send([flat], peer, tag)) for peer, flat in sends]
 
 
 class _Nccl:
@@ -170,7 +171,7 @@ class _Nccl:
             device_id=device,
         )
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[tuple[int, _Works]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[tuple[int, _Works]]:
         operations = [dist.P2POp(dist.irecv, flat, self._ranks[peer], self._group) for peer, flat in receives]
         operations += [dist.P2POp(dist.isend, flat, self._ranks[peer], self._group) for peer, flat in sends]
         peer = (receives or sends)[0][0]
