@@ -32,7 +32,7 @@ typedef struct {
     int64_t kind;
     int64_t count;             /* bytes to copy, elements to add, nanoseconds to hold, tick to wait for or publish */
     void *out;                 /* written; for WAIT and PUBLISH the clock */
-    const void *const *source; /* `sources` addresses */
+    const void *const *source; /* `sources` addresses; WAIT: my word of sleep; PUBLISH: those of my peers */
     int64_t sources;
     int64_t peer;              /* WAIT: who */
     const uint64_t *header;    /* WAIT: the peer's headers, {header, epoch} by epoch % HEADERS */
@@ -56,8 +56,9 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* 1 when the clock has reached `target`, 0 when it has not by the end of one slice. */
-static int reached(const uint64_t *clock, uint64_t target, int64_t spin_ns, int64_t slice_ns) {
+/* 1 when the clock has reached `target`, 0 when it has not by the end of one slice. `sleeping` is my word for it: set, it
+ * asks peers to wake me. Their clock is looked at after it is set, here and once more by the kernel. */
+static int reached(const uint64_t *clock, uint64_t target, uint64_t *sleeping, int64_t spin_ns, int64_t slice_ns) {
     if (__atomic_load_n(clock, __ATOMIC_ACQUIRE) >= target) return 1;
     if (spin_ns > 0) {
         int64_t until = now_ns() + spin_ns;
@@ -68,15 +69,24 @@ static int reached(const uint64_t *clock, uint64_t target, int64_t spin_ns, int6
             }
         } while (now_ns() < until);
     }
-    int64_t until = now_ns() + slice_ns;
-    for (;;) {
-        uint64_t seen = __atomic_load_n(clock, __ATOMIC_ACQUIRE);
-        if (seen >= target) return 1;
-        int64_t left = until - now_ns();
-        if (left <= 0) return 0;
+    int64_t until = now_ns() + slice_ns, left;
+    __atomic_store_n(sleeping, 1, __ATOMIC_SEQ_CST);
+    uint64_t seen;
+    while ((seen = __atomic_load_n(clock, __ATOMIC_SEQ_CST)) < target && (left = until - now_ns()) > 0) {
         struct timespec t = {left / 1000000000LL, left % 1000000000LL};
         syscall(SYS_futex, clock, FUTEX_WAIT, (uint32_t)seen, &t, NULL, 0);
     }
+    __atomic_store_n(sleeping, 0, __ATOMIC_RELEASE);
+    return seen >= target;
+}
+
+static void wake_sleepers(const operation *o) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (int64_t peer = 0; peer < o->sources; peer++)
+        if (__atomic_load_n((const uint64_t *)o->source[peer], __ATOMIC_SEQ_CST)) {
+            syscall(SYS_futex, o->out, FUTEX_WAKE, 0x7FFFFFFF, NULL, NULL, 0);
+            return;
+        }
 }
 
 VECTORIZED static void sum_f32(float *out, const float *const *source, int64_t sources, int64_t count) {
@@ -168,7 +178,7 @@ int64_t ddpx_run(const operation *operations, int64_t from, int64_t count, uint6
             uint64_t target = base + (uint64_t)o->count, epoch = base >> 32;
             if (__atomic_load_n((uint64_t *)o->out, __ATOMIC_ACQUIRE) < target) {
                 int64_t before = now_ns();
-                int came = reached(o->out, target, spin_ns, slice_ns);
+                int came = reached(o->out, target, (uint64_t *)o->source[0], spin_ns, slice_ns);
                 int64_t waited = now_ns() - before;
                 result->wait_ns += waited;
                 if (waited > result->longest_ns) {
@@ -184,7 +194,7 @@ int64_t ddpx_run(const operation *operations, int64_t from, int64_t count, uint6
         }
         case PUBLISH:
             __atomic_store_n((uint64_t *)o->out, base + (uint64_t)o->count, __ATOMIC_SEQ_CST);
-            syscall(SYS_futex, o->out, FUTEX_WAKE, 0x7FFFFFFF, NULL, NULL, 0);
+            wake_sleepers(o);
             break;
         case HOLD: {
             struct timespec t = {o->count / 1000000000LL, o->count % 1000000000LL};

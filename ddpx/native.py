@@ -101,10 +101,13 @@ class NativePlan:
         transport = self._transport
         match operation:
             case Wait(peer, tick):
-                clock, headers = transport.addresses(peer)
-                return _Operation(_WAIT, tick, clock, None, 0, peer, headers)
+                clock, headers, _ = transport.addresses(peer)
+                sleeping = self._addresses([transport.addresses(transport.rank)[2]])
+                return _Operation(_WAIT, tick, clock, sleeping, 1, peer, headers)
             case Publish(tick):
-                return _Operation(_PUBLISH, tick, transport.addresses(transport.rank)[0])
+                peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+                sleeping = self._addresses([transport.addresses(peer)[2] for peer in peers])
+                return _Operation(_PUBLISH, tick, transport.addresses(transport.rank)[0], sleeping, len(peers))
             case Hold(seconds):
                 return _Operation(_HOLD, int(seconds * 1e9))
             case Copy(out, source):
@@ -113,7 +116,10 @@ class NativePlan:
                 return _Operation(_SUMS[out.dtype], out.numel(), out.data_ptr(), self._pointers(sources), len(sources))
 
     def _pointers(self, tensors: Sequence[torch.Tensor]) -> "ctypes._Pointer[ctypes.c_void_p]":
-        array = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        return self._addresses([tensor.data_ptr() for tensor in tensors])
+
+    def _addresses(self, addresses: Sequence[int]) -> "ctypes._Pointer[ctypes.c_void_p]":
+        array = (ctypes.c_void_p * len(addresses))(*addresses)
         self._keep.append(array)
         return ctypes.cast(array, ctypes.POINTER(ctypes.c_void_p))
 

@@ -9,7 +9,8 @@ synchronised backward. A rank that fails says in which epoch, and leaves for the
 in the failed epoch finds the clock beyond its target *and* the failure, and raises the failing rank's words.
 
 Waiting spins for a few tens of microseconds when every rank has a core of its own, then sleeps in a futex, which
-releases the GIL. Each slice of sleep ends with a look at the peer's process (pidfd) and at everybody's failure word.
+releases the GIL. Who is about to sleep says so on its page first, so that publishing costs a system call only when somebody
+sleeps; the kernel looks at the clock again before it lets anybody sleep, so no wake-up is lost. Each slice of sleep ends with a look at the peer's process (pidfd) and at everybody's failure word.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from ddpx.transport import header_mismatch
 LINE = 128  # bytes: two cache lines, since processors fetch them in pairs
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
-TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, TEXT_AT = 0, LINE, 2 * LINE, 3 * LINE, 4 * LINE
+TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, SLEEP_AT, TEXT_AT = (LINE * line for line in range(6))
 HEADERS = 4  # epochs whose headers stand on a page; a peer is never more than one or two ahead
 SPIN_S = 30e-6
 SLICE_S = 0.05  # the longest sleep between two looks at the peers
@@ -272,13 +273,13 @@ class SharedMemory:
         """What this rank entered its present epoch with."""
         return self._own.header(self.clock >> 32) or 0
 
-    def addresses(self, rank: int) -> tuple[int, int]:
-        """Where a rank's clock and its headers lie in this process."""
-        clock = self._pages[rank].clock_address
-        return clock, clock - CLOCK_AT + HEADER_AT
+    def addresses(self, rank: int) -> tuple[int, int, int]:
+        """Where a rank's clock, its headers and its word of sleep lie in this process."""
+        page = self._pages[rank].clock_address - CLOCK_AT
+        return page + CLOCK_AT, page + HEADER_AT, page + SLEEP_AT
 
     def _wake(self) -> None:
-        if _FUTEX_CALL is not None:
+        if _FUTEX_CALL is not None:  # always: Python has no fence between the clock's write and a look at who sleeps
             _libc.syscall(_FUTEX_CALL, ctypes.c_void_p(self._own.clock_address), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
 
     def wait(self, peer: int, clock: int) -> None:
@@ -301,7 +302,14 @@ class SharedMemory:
     def _sleep_until(self, peer: int, clock: int) -> None:
         page = self._pages[peer]
         deadline = time.monotonic() + self.timeout_s
+        try:
+            self._sleep_in_slices(peer, page, clock, deadline)
+        finally:
+            self._own.words[SLEEP_AT // 8] = 0
+
+    def _sleep_in_slices(self, peer: int, page: _ControlPage, clock: int, deadline: float) -> None:
         while True:
+            self._own.words[SLEEP_AT // 8] = 1
             seen = page.clock
             if seen >= clock:
                 return
