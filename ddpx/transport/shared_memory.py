@@ -9,8 +9,9 @@ synchronised backward. A rank that fails says in which epoch, and leaves for the
 in the failed epoch finds the clock beyond its target *and* the failure, and raises the failing rank's words.
 
 Waiting spins for a few tens of microseconds when every rank has a core of its own, then sleeps in a futex, which
-releases the GIL. Who is about to sleep says so on its page first, so that publishing costs a system call only when somebody
-sleeps; the kernel looks at the clock again before it lets anybody sleep, so no wake-up is lost. Each slice of sleep ends with a look at the peer's process (pidfd) and at everybody's failure word.
+releases the GIL. Who is about to sleep says so on its page first, so that publishing costs a system call only when
+somebody sleeps; the kernel looks at the clock again before it lets anybody sleep, so no wake-up is lost. Each slice of
+sleep ends with a look at the peer's process (pidfd) and at everybody's failure word.
 """
 
 import contextlib
