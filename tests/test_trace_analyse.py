@@ -357,7 +357,10 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
         ([step(0, 0, 10), step(1, 5, 15)], r"steps 0 and 1 overlap"),
         ([step(3, 0, 10), step(3, 20, 30)], r"step 3 is there twice"),
         ([step(0, 0, 10), op(8, 3)], r"1 events have a negative duration"),
-        ([step(0, 0, 9), event("user_annotation", "ProfilerStep#0", 0, 9, MAIN, 2)], r"several processes \(a merged file\)"),
+        (
+            [step(0, 0, 9), event("user_annotation", "ProfilerStep#0", 0, 9, MAIN, 2)],
+            r"several processes \(a merged file\)",
+        ),
     ],
 )  # fmt: skip
 def test_traces_without_sound_steps_are_refused_by_name(tmp_path, events, reason):

@@ -88,33 +88,51 @@ def advise(run: RunReport) -> list[Advice]:
 
 
 def _last_bucket(run: RunReport, step_ms: float) -> list[Advice]:
-    """The collective that ends last can hide only under what is still computed when it starts."""
-    tails: list[float] = []
+    """The collective that ends last can hide only under what is still computed when it starts.
+
+    What a smaller one would leave is played out for each step: the rest of its bytes go ahead as a bucket of their
+    own, launched when the gradients have come so far, and the small bucket follows when both it and the link are
+    ready. A last bucket that had to queue behind others is left alone: there the link is what takes the time.
+    """
     lasts: list[Placed] = []
+    before: list[Placed] = []
     for rank in run.ranks:
         for step in rank.steps:
-            mine = [item for item in rank.collectives if item.step == step.number and item.event.size]
-            if not mine:
+            mine = sorted(
+                (item for item in rank.collectives if item.step == step.number and item.event.size),
+                key=lambda item: item.event.end,
+            )
+            if len(mine) < 2:
                 return []
-            last = max(mine, key=lambda item: item.event.end)
-            lasts.append(last)
-            tails.append(last.exposed_total / 1e6)
+            lasts.append(mine[-1])
+            before.append(mine[-2])
     event = lasts[0].event
     if not event.size or len({(item.event.kind, item.event.size) for item in lasts}) != 1:
         return []
     line = _cost_line(run, event.kind)
     if line is None or event.size <= 1.5 * LAST_BUCKET_BYTES:
         return []
-    tail = fmean(tails)
-    left = min(tail, line.at(LAST_BUCKET_BYTES))
+    if fmean(one.event.start - other.event.end for one, other in zip(lasts, before, strict=True)) < 0:
+        return []
+    rest = event.size - LAST_BUCKET_BYTES
+    tails, left = [], []
+    for last, other in zip(lasts, before, strict=True):
+        ready, previous = last.event.start / 1e6, other.event.start / 1e6
+        launched = max(previous + (ready - previous) * rest / event.size, other.event.end / 1e6)
+        ended = max(ready, launched + line.at(rest)) + line.at(LAST_BUCKET_BYTES)
+        tails.append(last.exposed_total / 1e6)
+        left.append(max(0.0, ended - (last.event.end / 1e6 - tails[-1])))
+    tail, remains = fmean(tails), fmean(left)
+    error = 2 * line.spread_ms
     name = f"bucket {event.bucket}" if event.bucket is not None else f"the last {event.kind}"
     return [
         Advice(
             f"{name} ({size_text(event.size)}) leaves {tail:.1f} ms a step exposed at the end of backward; a "
-            f"{size_text(LAST_BUCKET_BYTES)} last bucket would leave about {left:.1f} ms (± {line.spread_ms:.1f})",
+            f"{size_text(LAST_BUCKET_BYTES)} last bucket would leave about {remains:.1f} ms (± {error:.1f}, if its "
+            f"gradients come evenly)",
             f"bucket_cap_mb={LAST_BUCKET_BYTES >> 20}",
-            tail - left,
-            line.spread_ms,
+            tail - remains,
+            error,
         )
     ]
 

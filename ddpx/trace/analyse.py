@@ -35,6 +35,20 @@ CAUSE_WORDS = {
     "host": "host late (nothing launched)",
     "other": "launched, not yet running",
 }
+T_95 = (
+    math.inf,
+    12.7,
+    4.3,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.1,
+    2.0,
+)  # Student's t, two-sided, n - 1 degrees
 PIECE = 20_000  # intervals of compute held at a time
 DRAWN_STEPS = 8
 DRAWN_SLIVERS = 6000  # finest detail kept for pictures: a step's length over this
@@ -182,6 +196,7 @@ class Arrival:
     cost_ms: float  # the others' mean wait for it, per step
     worst_ms: float  # the longest such wait, and where it was
     worst_at: str
+    by_step: list[float]  # cost_ms, step by step
 
 
 @dataclass(slots=True)
@@ -247,6 +262,11 @@ METRICS: dict[str, Callable[[StepReport], float]] = {
     "idle_ms": lambda step: (step.split.exposed + step.split.gap) / 1e6,
     **{f"idle_{cause.replace(' ', '_')}_ms": _idle_metric(cause) for cause in CAUSES},
 }
+
+
+def t_95(n: int) -> float:
+    """Student's t for a 95 % margin around the mean of n values."""
+    return T_95[min(n, len(T_95)) - 1]
 
 
 def bus_factor(kind: str, n: int) -> float | None:
@@ -750,7 +770,7 @@ def _pair(ranks: list[RankReport], problems: list[str]) -> list[list[tuple[RankR
 
 def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]) -> list[Arrival]:
     """Fill in waits and transfers, move exposed waiting to the cause "peer", and count who came last."""
-    last: dict[int, list[tuple[float, str]]] = {rank.rank: [] for rank in ranks}
+    last: dict[int, list[tuple[float, str, int]]] = {rank.rank: [] for rank in ranks}
     seen = dict.fromkeys(last, 0)
     for same in pairs:
         transfer = min(item.duration for _, item in same)
@@ -761,7 +781,7 @@ def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]
         waited = fmean(item.duration - transfer for rank, item in same if rank.rank != latest) / 1e6
         event = same[0][1].event
         where = f"bucket {event.bucket}" if event.bucket is not None else event.kind
-        last[latest].append((waited, f"{where} of step {same[0][1].step}"))
+        last[latest].append((waited, f"{where} of step {same[0][1].step}", same[0][1].step))
     for rank in ranks:
         waits = union(
             (item.event.start, item.event.start + item.wait) for item in rank.collectives if item.wait is not None
@@ -782,23 +802,35 @@ def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]
             if moved:
                 hole.parts["peer"] = moved
                 hole.parts["communication"] -= moved
-    steps = len(ranks[0].steps)
     arrivals = []
     for number, costs in last.items():
-        whole = sum(ms for ms, _ in costs)
-        worst_ms, worst_at = max(costs, default=(0.0, ""))
-        mean = whole / len(costs) if costs else 0.0
-        arrivals.append(Arrival(number, len(costs), seen[number], mean, whole / steps, worst_ms, worst_at))
+        by_step = dict.fromkeys((step.number for step in ranks[0].steps), 0.0)
+        for ms, _, at_step in costs:
+            by_step[at_step] += ms
+        worst_ms, worst_at, _ = max(costs, default=(0.0, "", 0))
+        mean = sum(by_step.values()) / len(costs) if costs else 0.0
+        each = list(by_step.values())
+        arrivals.append(Arrival(number, len(costs), seen[number], mean, fmean(each), worst_ms, worst_at, each))
     return arrivals
 
 
 def _straggler(ranks: list[RankReport], arrivals: list[Arrival], step_ms: float) -> str | None:
-    """Name the rank that the others wait for, where that is more than chance and more than 1 % of the step."""
+    """Name the rank that the others wait for, where that costs more than 1 % of the step and is more than chance.
+
+    Collectives of a step aren't independent (who is late for the first is late for all), steps nearly are: the rank
+    must cost more than each other rank in the mean over steps, by Student's t at 95 %; or one of its stalls must dwarf
+    every wait that the others caused.
+    """
     worst, *others = sorted(arrivals, key=lambda arrival: -arrival.cost_ms)
-    chance = 1 / len(ranks)
-    likely = chance + 3 * math.sqrt(chance * (1 - chance) / max(1, worst.of))
-    often = worst.last / max(1, worst.of) >= likely and worst.cost_ms > 1.5 * others[0].cost_ms
-    if worst.cost_ms < 0.01 * step_ms or not (often or worst.cost_ms > 3 * others[0].cost_ms):
+    if worst.cost_ms < 0.01 * step_ms:
+        return None
+    n = len(worst.by_step)
+    usual = n > 1
+    for other in others:
+        more = [a - b for a, b in zip(worst.by_step, other.by_step, strict=True)]
+        usual = usual and fmean(more) > t_95(n) * stdev(more) / math.sqrt(n)
+    stall = worst.worst_ms > max(0.1 * step_ms, 3 * max(other.worst_ms for other in others))
+    if not usual and not stall:
         return None
     slow = next(rank for rank in ranks if rank.rank == worst.rank)
     rest = [rank for rank in ranks if rank.rank != worst.rank]
@@ -951,7 +983,7 @@ class Difference:
     metric: str
     before: float
     after: float
-    error: float | None  # standard error of the difference, from the spread over steps
+    margin: float | None  # 95 % confidence, by Student's t from the spread over steps; None with a single step
 
     @property
     def delta(self) -> float:
@@ -959,8 +991,8 @@ class Difference:
 
     @property
     def is_clear(self) -> bool | None:
-        """Whether the difference is more than twice its standard error; None with a single step."""
-        return None if self.error is None else abs(self.delta) > 2 * self.error
+        """Whether the difference is more than chance would make it; None with a single step."""
+        return None if self.margin is None else abs(self.delta) > self.margin
 
 
 def compare(before: RunReport, after: RunReport) -> list[Difference]:
@@ -970,8 +1002,8 @@ def compare(before: RunReport, after: RunReport) -> list[Difference]:
         if (before.blind or after.blind) and metric not in ("step_ms", "compute_ms"):
             continue
         a, b = before.series(metric), after.series(metric)
-        error = None
+        margin = None
         if len(a) > 1 and len(b) > 1:
-            error = math.sqrt(stdev(a) ** 2 / len(a) + stdev(b) ** 2 / len(b))
-        out.append(Difference(metric, before.mean(metric), after.mean(metric), error))
+            margin = t_95(min(len(a), len(b))) * math.sqrt(stdev(a) ** 2 / len(a) + stdev(b) ** 2 / len(b))
+        out.append(Difference(metric, before.mean(metric), after.mean(metric), margin))
     return out

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import operator
+import os
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from ddpx.trace import report
 from ddpx.trace.analyse import METRICS, RunReport, analyse_run, compare
 from ddpx.trace.read import TraceError
 
+MODES = ("local", "torch", "naive", "bucketed", "overlapped")
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 
@@ -57,12 +59,18 @@ def _runs_of(paths: list[Path]) -> list[tuple[str, list[Path]]]:
         if found:
             runs.append((folder.name or str(folder), found))
             continue
-        below = [(f"{sub.name}", _traces_in(sub)) for sub in sorted(folder.iterdir()) if sub.is_dir()]
+        below = [(sub.name, _traces_in(sub)) for sub in sorted(folder.iterdir(), key=_mode_order) if sub.is_dir()]
         below = [pair for pair in below if pair[1]]
         if not below:
             raise TraceError(f"{folder}: no *.json or *.json.gz in it or in its sub-folders")
         runs += below
     return runs
+
+
+def _mode_order(folder: Path) -> tuple[int, str]:
+    """The order in which the modes of one training are read, simplest first; other folders by name."""
+    mode = folder.name.split("-")[0]
+    return (MODES.index(mode) if mode in MODES else len(MODES)), folder.name
 
 
 def _traces_in(folder: Path) -> list[Path]:
@@ -132,10 +140,14 @@ def run(args: argparse.Namespace) -> int:
         "differences": [report.difference_dict(*pair) for pair in pairs],
     }
     if args.json == "-":
-        print(json.dumps(document, indent=1))
+        _print(json.dumps(document, indent=1))
     else:
-        parts = [report.text(one, args.top) for one in runs] + [report.difference_text(*pair) for pair in pairs]
-        print("\n\n".join(parts))
+        parts = [report.text(one, args.top) for one in runs]
+        if len(runs) == 2:
+            parts.append(report.difference_text(*pairs[0]))
+        elif runs[2:]:
+            parts.append(report.side_by_side_text(runs))
+        _print("\n\n".join(parts))
     try:
         if args.json and args.json != "-":
             Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -157,6 +169,14 @@ def run(args: argparse.Namespace) -> int:
         for problem in one.problems:
             print(f"ddpx trace: {one.name}: not reported: {problem}", file=sys.stderr)
     return 1 if failed or any(one.problems for one in runs) else 0
+
+
+def _print(text: str) -> None:
+    """Print to a reader that may have read enough (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -163,12 +163,14 @@ class Lane:
             merged.add(*row)
         self.close()
         self.start, self.end, self.first, self.last = merged.start, merged.end, merged.first, merged.last
-        self.spilled, self.file = merged.spilled, merged.file
+        self.spilled, self.file, merged.file = merged.spilled, merged.file, None
 
     def close(self) -> None:
         """Give the temporary file back; the lane is of no use after that."""
         if self.file is not None:
             self.file.close()
+
+    __del__ = close
 
     def intervals(self) -> Iterator[Interval]:
         for start, end, _, _ in self._blocks():

@@ -119,10 +119,10 @@ def draw(runs: list[RunReport], path: Path, dark: bool = False) -> None:
         top.invert_yaxis()
         top.set_xlim(0, top.get_xlim()[1] * 1.08)
         top.set_title("What a step is made of: ms, mean over steps", loc="left", color=ink, fontweight="bold")
+        reach = 0.0
         for axis, (run, ranks) in zip(axes[1:, 0], shown, strict=True):
             number = typical_step(run)
             names: list[str] = []
-            reach = 0.0
             for rank in ranks:
                 step = next((step for step in rank.steps if step.number == number), None)
                 if step is None:
@@ -136,15 +136,17 @@ def draw(runs: list[RunReport], path: Path, dark: bool = False) -> None:
                 names += [f"rank {rank.rank}: computation", "communication"]
             axis.set_yticks(range(len(names)), names)
             axis.invert_yaxis()
-            axis.set_xlim(0, max(reach, longest if len(runs) > 1 else 0) * 1.01)
             axis.set_xlabel("ms since the step began", color=ink)
             overlap = run.ratio("overlap")
             axis.set_title(
-                f"{run.name}: step {number}" + (f"; overlap of all steps {percent(overlap)}" if overlap else ""),
+                f"{run.name}: step {number}"
+                + ("" if overlap is None else f"; overlap of all steps {percent(overlap)}"),
                 loc="left",
                 color=ink,
                 fontweight="bold",
             )
+        for axis in axes[1:, 0]:
+            axis.set_xlim(0, reach * 1.01)
         present = [name for name in CLASSES if any(make_up(run, run.ranks).get(name) for run in runs)]
         handles = [Patch(color=colours[name], label=CLASS_WORDS[name]) for name in present]
         figure.legend(

@@ -28,6 +28,7 @@ from ddpx.trace.report import (
     overlap_of,
     part,
     percent,
+    side_by_side,
     subject,
     transfer_known,
 )
@@ -52,11 +53,16 @@ def page(runs: list[RunReport], pairs: list[tuple[RunReport, RunReport, list[Dif
     body = [
         f"<header><h1>Where the time of a training step goes: {escape(names)}</h1>"
         '<button id="theme" type="button">light / dark</button></header>',
-        *(f'<p class="headline">{escape(_told(run, runs))}</p>' for run in runs),
+        *(f'<p class="headline">{escape(_told(run, runs))}</p>' for run in runs if len(runs) < 3),
         _bars(runs),
         _legend(runs),
     ]
-    body += [_difference(*pair) for pair in pairs]
+    if len(runs) > 2:
+        head, rows = side_by_side(runs)
+        note = "Means over steps and ranks, ± what chance makes of them at 95 %."
+        body.append(_table("Side by side", head, rows, [0], note))
+    else:
+        body += [_difference(*pair) for pair in pairs]
     data = []
     for index, run in enumerate(runs):
         section, numbers = _run(run, index, len(runs) > 1)
@@ -89,13 +95,15 @@ def _bars(runs: list[RunReport]) -> str:
     """Stacked bars, one a rank, on one scale."""
     rows = [(run, rank) for run in runs for rank in run.ranks[:DRAWN_RANKS]]
     longest = max(sum(make_up(run, [rank]).values()) for run, rank in rows)
-    scale = (WIDTH - LABELS - 80) / longest
+    names = [f"rank {rank.rank}" if len(runs) == 1 else f"{run.name}, rank {rank.rank}" for run, rank in rows]
+    margin = max(LABELS, min(300, 7 * max(map(len, names)) + 16))
+    scale = (WIDTH - margin - 80) / longest
     out = []
     for i, (run, rank) in enumerate(rows):
+        whole = sum(make_up(run, [rank]).values())
         y = i * (BARS_HEIGHT + 8)
-        label = f"rank {rank.rank}" if len(runs) == 1 else f"{run.name}, rank {rank.rank}"
-        out.append(f'<text x="{LABELS - 8}" y="{y + 18}" text-anchor="end">{escape(label)}</text>')
-        x = float(LABELS)
+        out.append(f'<text x="{margin - 8}" y="{y + 18}" text-anchor="end">{escape(names[i])}</text>')
+        x = float(margin)
         for name, ms in make_up(run, [rank]).items():
             width = ms * scale
             if width <= 0:
@@ -109,7 +117,7 @@ def _bars(runs: list[RunReport]) -> str:
                     f'<text class="on {name}" x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{ms:.1f}</text>'
                 )
             x += width
-        out.append(f'<text x="{x + 8:.1f}" y="{y + 18}">{x and sum(make_up(run, [rank]).values()):.1f} ms</text>')
+        out.append(f'<text x="{x + 8:.1f}" y="{y + 18}">{whole:.1f} ms</text>')
     height = len(rows) * (BARS_HEIGHT + 8)
     left_out = sum(max(0, len(run.ranks) - DRAWN_RANKS) for run in runs)
     more = f"<p>{left_out} more ranks are in the tables.</p>" if left_out else ""
@@ -125,6 +133,8 @@ def _bars(runs: list[RunReport]) -> str:
 def _run(run: RunReport, index: int, several: bool) -> tuple[str, dict[str, object]]:
     parts = [f"<section><h2>{escape(run.name)}</h2>" if several else "<section>"]
     parts.append(f'<p class="subject">{escape(subject(run))}</p>')
+    if several:
+        parts.append(f"<p>{escape(headline(run))}</p>")
     parts += [f'<p class="problem"><b>Not reported:</b> {escape(problem)}</p>' for problem in run.problems]
     overlap, hideable = run.ratio("overlap"), run.ratio("hideable")
     if overlap is not None and not run.blind:
@@ -489,14 +499,14 @@ def _difference(before: RunReport, after: RunReport, differences: list[Differenc
                 f"{one.before:.2f}",
                 f"{one.after:.2f}",
                 f"{one.delta:+.2f}",
-                "n/a" if one.error is None else f"{2 * one.error:.2f}",
+                "n/a" if one.margin is None else f"{one.margin:.2f}",
                 {None: "too few steps to tell", True: "clear", False: "within noise"}[one.is_clear],
             ]
         )
     overlap = [percent(run.ratio("overlap")) for run in (before, after)]
     rows.append(["overlap", *overlap, "", "", ""])
     title = f"From {before.name} to {after.name}"
-    head = ["ms a step", before.name, after.name, "change", "± two standard errors", ""]
+    head = ["ms a step", before.name, after.name, "change", "± by chance (95 %)", ""]
     return _table(title, head, rows, [0, 5])
 
 

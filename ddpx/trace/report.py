@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from ddpx.trace.advise import advise, size_text
@@ -17,6 +18,7 @@ from ddpx.trace.analyse import (
     Row,
     RunReport,
     StepReport,
+    t_95,
 )
 
 BAR = 60
@@ -278,10 +280,10 @@ def difference_text(before: RunReport, after: RunReport, differences: list[Diffe
         words = metric_words(one.metric)
         sure = {None: "one step: no spread", True: "", False: "within noise"}[one.is_clear]
         relative = f"{one.delta / one.before:+.0%}" if one.before > 0.005 else "n/a"
-        error = "n/a" if one.error is None else f"{2 * one.error:.2f}"
+        error = "n/a" if one.margin is None else f"{one.margin:.2f}"
         rows.append([words, f"{one.before:.2f}", f"{one.after:.2f}", f"{one.delta:+.2f}", error, relative, sure])
     lines = [f"from {before.name} to {after.name}, ms a step (mean over steps and ranks)"]
-    lines += table(["", "before", "after", "change", "± (2 s.e.)", "%", ""], rows)
+    lines += table(["", "before", "after", "change", "± (95 %)", "%", ""], rows)
     a, b = before.ratio("overlap"), after.ratio("overlap")
     lines.append(f"  overlap {percent(a)} → {percent(b)}")
     for (label, kind), (row, other) in matched_rows(before, after).items():
@@ -299,6 +301,29 @@ def matched_rows(before: RunReport, after: RunReport) -> dict[tuple[str, str], t
     if first.keys() != second.keys() or len(first) > SHOWN_ROWS:
         return {}
     return {(key[0], key[1]): (row, second[key]) for key, row in first.items()}
+
+
+def side_by_side(runs: list[RunReport]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table with a column a run: mean ms a step, ± its 95 % margin where steps allow."""
+    rows = []
+    for metric in METRICS:
+        if metric.startswith("idle_") and all(run.blind or run.mean(metric) < 0.005 for run in runs):
+            continue
+        cells = [metric_words(metric)]
+        for run in runs:
+            if run.blind and metric not in ("step_ms", "compute_ms"):
+                cells.append("n/a")
+                continue
+            series = run.series(metric)
+            error = f" ± {t_95(len(series)) * stdev(series) / math.sqrt(len(series)):.2f}" if len(series) > 1 else ""
+            cells.append(f"{run.mean(metric):.2f}{error}")
+        rows.append(cells)
+    rows.append(["overlap", *("n/a" if run.blind else percent(run.ratio("overlap")) for run in runs)])
+    return ["ms a step", *(run.name for run in runs)], rows
+
+
+def side_by_side_text(runs: list[RunReport]) -> str:
+    return "\n".join(["side by side (± what chance makes of it, at 95 %)", *table(*side_by_side(runs))])
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
@@ -424,7 +449,7 @@ def difference_dict(before: RunReport, after: RunReport, differences: list[Diffe
         "before": before.name,
         "after": after.name,
         "metrics": {
-            one.metric: {"before": one.before, "after": one.after, "change": one.delta, "standard_error": one.error}
+            one.metric: {"before": one.before, "after": one.after, "change": one.delta, "margin_95": one.margin}
             for one in differences
         },
         "overlap": [before.ratio("overlap"), after.ratio("overlap")],
