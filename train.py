@@ -301,7 +301,7 @@ def train_step(replica: Replica, batches: Sequence[Batch], dtype: torch.dtype, j
     replica.optimizer.step()
     replica.optimizer.zero_grad()
     done_s = job.now()
-    backward_ended_s, buckets = _communication(model, began_s, backward_s)
+    backward_ended_s, buckets = _communication(model, began_s)
     if buckets:
         phases[-1] = phases[-1]._replace(end_s=backward_ended_s)
         phases.append(Phase("wait", backward_ended_s, ended_s - began_s))
@@ -309,28 +309,30 @@ def train_step(replica: Replica, batches: Sequence[Batch], dtype: torch.dtype, j
     return RankStep(loss_sum.item(), done_s - began_s, backward_ended_s, tuple(phases), buckets)
 
 
-def _communication(model: nn.Module, began_s: float, backward_s: float) -> tuple[float, tuple[BucketTimes, ...]]:
+def _communication(model: nn.Module, began_s: float) -> tuple[float, tuple[BucketTimes, ...]]:
     """When the last backward ended, without what it waited for, and the buckets; in seconds since the step began."""
-    if isinstance(model, DistributedDataParallel):
-        try:  # torch's own figures: private, in nanoseconds of the wall clock, and for all buckets together
-            assert model.logger is not None
-            model.logger.set_runtime_stats_and_log()
-            data = model._get_ddp_logging_data()
-            zero_ns = time.time_ns() - (time.perf_counter() - began_s) * 1e9
-            names = ("backward_compute_time_end", "backward_comm_time_start", "backward_comm_time_end")
-            end_s, start_s, stop_s = ((data[name] - zero_ns) * 1e-9 for name in names)
-        except (AttributeError, KeyError):
+    if isinstance(model, ddpx.DDPX):
+        stats = model.stats()
+        assert stats is not None
+        if model.reducer.communicator.transport is None:
             return 0.0, ()
-        return end_s, (BucketTimes(0, data["total_parameter_size_bytes"], start_s, start_s, start_s, stop_s),)
-    if not isinstance(model, ddpx.DDPX) or model.reducer.communicator.transport is None:
+        return stats.backward_ended_s - began_s, tuple(
+            BucketTimes(b.index, b.nbytes, *(at - began_s for at in (b.ready_s, b.launched_s, b.started_s, b.ended_s)))
+            for b in stats.buckets
+            if b.started_s is not None and b.ended_s is not None
+        )
+    if not isinstance(model, DistributedDataParallel):
         return 0.0, ()
-    stats = model.stats()
-    assert stats is not None
-    return stats.backward_ended_s - began_s, tuple(
-        BucketTimes(b.index, b.nbytes, *(at - began_s for at in (b.ready_s, b.launched_s, b.started_s, b.ended_s)))
-        for b in stats.buckets
-        if b.started_s is not None and b.ended_s is not None
-    )
+    try:  # torch's own figures: private, in nanoseconds of the wall clock, and for all buckets together
+        assert model.logger is not None
+        model.logger.set_runtime_stats_and_log()
+        data = model._get_ddp_logging_data()
+        zero_ns = time.time_ns() - (time.perf_counter() - began_s) * 1e9
+        names = ("backward_compute_time_end", "backward_comm_time_start", "backward_comm_time_end")
+        end_s, start_s, stop_s = ((data[name] - zero_ns) * 1e-9 for name in names)
+    except (AttributeError, KeyError):
+        return 0.0, ()
+    return end_s, (BucketTimes(0, data["total_parameter_size_bytes"], start_s, start_s, start_s, stop_s),)
 
 
 def take_turns(args: argparse.Namespace, job: Job, replicas: Sequence[Replica], draw: Draw, log: Any) -> None:

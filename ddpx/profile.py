@@ -101,10 +101,12 @@ def annotated(model: DDPX) -> Iterator[None]:
 class _AnnotatedCommunicator(Communicator):
     """The same communicator, since it shares all state, whose launches, waits and nameless plans show in the trace."""
 
+    __slots__ = ("_bucket_of",)  # by identity of what was started; not in the state that it shares
     collective = "all_reduce"  # what plans do that are not those of a bucket
 
     def __init__(self, plain: Communicator) -> None:
         self.__dict__ = plain.__dict__
+        self._bucket_of: dict[int, int] = {}
 
     def start(self, run: Callable[[], None]) -> Pending:
         name = _name(self.collective, self.device)
@@ -114,18 +116,22 @@ class _AnnotatedCommunicator(Communicator):
                 run()
 
         plan = getattr(run, "__self__", None)
-        if isinstance(plan, _AnnotatedPlan):
-            with _annotation("ddpx:launch", plan.index):
-                return super().start(run)
-        with record_function("ddpx:launch"):
-            return super().start(named)
+        if not isinstance(plan, _AnnotatedPlan):
+            with record_function("ddpx:launch"):
+                return super().start(named)
+        with _annotation("ddpx:launch", plan.index):
+            pending = super().start(run)
+        self._bucket_of[id(pending)] = plan.index
+        return pending
 
     def wait(self, pending: Pending) -> None:
-        with record_function("ddpx:wait"):
+        index = self._bucket_of.pop(id(pending), None)
+        with record_function("ddpx:wait") if index is None else _annotation("ddpx:wait", index):
             super().wait(pending)
 
 
 class _Broadcasting(_AnnotatedCommunicator):
+    __slots__ = ()
     collective = "broadcast"
 
 
@@ -205,22 +211,13 @@ def label_buckets(trace: dict[str, Any], rank: int) -> None:
     steps = sorted((e for e in events if str(e.get("name", "")).startswith("ProfilerStep#")), key=lambda e: e["ts"])
     main = steps[0]["tid"]
     pid = steps[0]["pid"]
-    launches: list[Event] = []
-    collectives: list[Event] = []
-    waits: list[Event] = []
+    found: dict[str, list[Event]] = {"launch": [], "all_reduce": [], "wait": []}
     for event in events:
-        if event.get("ph") != "X" or "args" not in event:
-            continue
-        name = event.get("name", "")
-        if name == "ddpx:wait":
-            waits.append(event)
-        elif name == "ddpx:launch" or name.endswith(":all_reduce"):
-            bucket = _take_bucket(event["args"])
-            if bucket is not None:
-                (launches if name == "ddpx:launch" else collectives).append(event)
-    # Each list is in launch order, since buckets launch, run and are awaited in index order, all in every step.
-    for some in (launches, collectives, waits):
-        some.sort(key=lambda event: event["ts"])
+        kind = str(event.get("name", "")).rpartition(":")[2]
+        if event.get("ph") == "X" and kind in found and _take_bucket(event.get("args", {})) is not None:
+            found[kind].append(event)
+    # Each list comes to stand in launch order: buckets launch, run and are awaited in index order, all in every step.
+    launches, collectives, waits = (sorted(events, key=lambda event: event["ts"]) for events in found.values())
     known = {event["tid"] for event in collectives} - {main}
     names = {main: ("ddpx compute", COMPUTE_ROW), **dict.fromkeys(known, ("ddpx comm", COMM_ROW))}
     replaced = {"process_name", "process_sort_index", "process_labels"}
@@ -235,16 +232,11 @@ def label_buckets(trace: dict[str, Any], rank: int) -> None:
     for tid, (name, row) in names.items():
         events.append(_meta("thread_name", pid, tid, name=name))
         events.append(_meta("thread_sort_index", pid, tid, sort_index=row))
-    if len(launches) == len(collectives):
-        waits_of = waits if len(waits) == len(collectives) else [None] * len(collectives)
-        flow = FLOW_IDS
-        for launch, collective, wait in zip(launches, collectives, waits_of, strict=True):
-            bucket = collective["args"]["ddpx_bucket"]
+    if len(launches) == len(collectives) == len(waits):
+        for number, (launch, collective, wait) in enumerate(zip(launches, collectives, waits, strict=True)):
+            flow = FLOW_IDS + 2 * number
             events += _arrow(flow, _inside(launch), _inside(collective, at_start=True))
-            if wait is not None:
-                wait["args"]["ddpx_bucket"] = bucket
-                events += _arrow(flow + 1, _inside(collective), _inside(wait))
-            flow += 2
+            events += _arrow(flow + 1, _inside(collective), _inside(wait))
     _count_in_flight(events, pid, launches, collectives)
 
 

@@ -8,6 +8,7 @@ so they stand at the top level of a module. `attempt` does not raise: for tests 
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -179,6 +180,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, env: Mappin
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.enable()  # a crash in native code says where, on standard error
     gc.freeze()  # what torch has made stays; collecting what a function made takes a millisecond then, not 200
     group_is_up = False
     while True:
