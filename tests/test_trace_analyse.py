@@ -356,6 +356,8 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
         ([op(0, 1)], r"no steps: none of its 1 events is named ProfilerStep#N"),
         ([step(0, 0, 10), step(1, 5, 15)], r"steps 0 and 1 overlap"),
         ([step(3, 0, 10), step(3, 20, 30)], r"step 3 is there twice"),
+        ([step(0, 0, 10), launch(1, 5)], r"has 1 kernel launches but no GPU kernels"),
+        ([step(0, 0, 10), note(1, 2, "nccl:all_reduce")], r"has 1 NCCL calls but no GPU kernels"),
         ([step(0, 0, 10), op(8, 3)], r"1 events have a negative duration"),
         (
             [step(0, 0, 9), event("user_annotation", "ProfilerStep#0", 0, 9, MAIN, 2)],
@@ -380,6 +382,11 @@ def test_ranks_without_distributed_info_are_numbered_by_file_name(tmp_path):
         (tmp_path / f"trace_rank{number}.json").write_text(re.sub(r'"distributedInfo": \{.*?\}', '"x": 1', text))
     run = analyse_run("run", sorted(tmp_path.glob("trace_rank*")))
     assert [rank.rank for rank in run.ranks] == [0, 1] and "numbered by file names" in run.notes[0]
+
+
+def test_steps_that_overlap_by_rounding_alone_are_not_refused(tmp_path):
+    run = run_of(tmp_path, [step(0, 0, 101), step(1, 100, 200), op(0, 150), all_reduce(120, 160)])
+    assert [parts(one) for one in run.ranks[0].steps] == [(100, 0, 0, 0), (20, 30, 10, 40)]
 
 
 def test_own_step_names_and_a_choice_of_steps(tmp_path):

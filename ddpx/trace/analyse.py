@@ -770,7 +770,8 @@ def _pair(ranks: list[RankReport], problems: list[str]) -> list[list[tuple[RankR
 
 def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]) -> list[Arrival]:
     """Fill in waits and transfers, move exposed waiting to the cause "peer", and count who came last."""
-    last: dict[int, list[tuple[float, str, int]]] = {rank.rank: [] for rank in ranks}
+    last: dict[int, list[tuple[float, str]]] = {rank.rank: [] for rank in ranks}
+    blamed: dict[tuple[int, int], dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     seen = dict.fromkeys(last, 0)
     for same in pairs:
         transfer = min(item.duration for _, item in same)
@@ -781,7 +782,11 @@ def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]
         waited = fmean(item.duration - transfer for rank, item in same if rank.rank != latest) / 1e6
         event = same[0][1].event
         where = f"bucket {event.bucket}" if event.bucket is not None else event.kind
-        last[latest].append((waited, f"{where} of step {same[0][1].step}", same[0][1].step))
+        last[latest].append((waited, f"{where} of step {same[0][1].step}"))
+        for rank, item in same:
+            if rank.rank != latest:
+                span = item.event.start, item.event.end - transfer
+                blamed[latest, item.step][rank.rank].append(span)
     for rank in ranks:
         waits = union(
             (item.event.start, item.event.start + item.wait) for item in rank.collectives if item.wait is not None
@@ -790,8 +795,8 @@ def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]
         by_number = {step.number: step for step in rank.steps}
         for item in rank.collectives:
             if item.wait:
-                span = [(item.event.start, item.event.start + item.wait)]
-                exposed_by_step[item.step] += _overlap_each(union(item.exposed), span)
+                waiting = [(item.event.start, item.event.start + item.wait)]
+                exposed_by_step[item.step] += _overlap_each(union(item.exposed), waiting)
         for number, some in exposed_by_step.items():
             step = by_number[number]
             inside = list(intersect(union(some), [(step.start, step.end)]))
@@ -804,13 +809,14 @@ def _waits(ranks: list[RankReport], pairs: list[list[tuple[RankReport, Placed]]]
                 hole.parts["communication"] -= moved
     arrivals = []
     for number, costs in last.items():
-        by_step = dict.fromkeys((step.number for step in ranks[0].steps), 0.0)
-        for ms, _, at_step in costs:
-            by_step[at_step] += ms
-        worst_ms, worst_at, _ = max(costs, default=(0.0, "", 0))
-        mean = sum(by_step.values()) / len(costs) if costs else 0.0
-        each = list(by_step.values())
-        arrivals.append(Arrival(number, len(costs), seen[number], mean, fmean(each), worst_ms, worst_at, each))
+        # Collectives in flight together are waited for at once: their waits are joined, not added.
+        by_step = [
+            sum(total(union(spans)) for spans in blamed[number, step.number].values()) / 1e6 / (len(ranks) - 1)
+            for step in ranks[0].steps
+        ]
+        worst_ms, worst_at = max(costs, default=(0.0, ""))
+        mean = fmean(ms for ms, _ in costs) if costs else 0.0
+        arrivals.append(Arrival(number, len(costs), seen[number], mean, fmean(by_step), worst_ms, worst_at, by_step))
     return arrivals
 
 

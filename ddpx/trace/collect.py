@@ -29,6 +29,7 @@ from ddpx.trace.intervals import Interval, subtract, union
 from ddpx.trace.read import TraceError, TraceFile, args_of, decode
 
 SAMPLED_FROM_NS = 20_000  # operators shorter than this say little about slowdown
+ROUNDING_NS = 2000  # older traces round to whole microseconds, so steps that follow one another may seem to overlap
 ROWS_IN_MEMORY = 200_000  # of one thread
 ROW_BYTES = 24
 SAMPLES = 512  # kept per operator and shape
@@ -37,6 +38,7 @@ COMM_KERNEL = re.compile(
     rb"|(one|two)_shot_all_reduce|multimem_(all_reduce|all_gather|reduce_scatter|one_shot)"
 )
 COMM_ANNOTATION = re.compile(rb"(gloo|nccl|mpi|ucc|xccl|hccl):")
+DEVICE_PREFIXES = (b"nccl:", b"xccl:", b"hccl:")  # of annotations that only launch; the kernels are the communication
 WAIT = re.compile(rb"ddpx:wait$|_?c10d_functional::wait_tensor$")
 LOADER = re.compile(rb"enumerate\(DataLoader\)|(dataloader|data_loader)", re.IGNORECASE)
 NOT_COMPUTE = re.compile(rb"_?c10d(_functional)?::|record_param_comms$|ProfilerStep|FSDP::|ddpx:")
@@ -359,7 +361,7 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
     thread_ids: dict[bytes, int] = {}
     samples: dict[tuple[bytes, bytes], Samples] = {}
     has_kernels = False
-    negative = 0
+    negative = kernel_launches = 0
 
     def name_id(name: bytes) -> int:
         known = name_ids.get(name)
@@ -380,7 +382,7 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
 
     for category, name, pid, tid, start, duration, args in source.events():
         if duration < 0:
-            negative += 1
+            negative += category in _DEVICE or category in _OPS or category == b"user_annotation"
             continue
         if category in _OPS or category == b"user_annotation" or category == b"":
             kind = kinds.get(name)
@@ -454,11 +456,19 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
                 correlations.append(int(found.group(1)))
                 launch_times.append(start)
                 launch_threads.append(thread_ids.setdefault(tid, len(thread_ids)))
+            kernel_launches += b"LaunchKernel" in name
             if duration >= SAMPLED_FROM_NS and _SYNC.search(name):
                 syncs.append((start, start + duration, name_id(name)))
 
     if negative:
         raise TraceError(f"{path}: {negative} events have a negative duration; the profiler wrote a damaged trace")
+    gpu_calls = sum(event.name.startswith(DEVICE_PREFIXES) for event in host_comm)
+    if not has_kernels and (kernel_launches or gpu_calls):
+        seen = f"{kernel_launches} kernel launches" if kernel_launches else f"{gpu_calls} NCCL calls"
+        raise TraceError(
+            f"{path}: has {seen} but no GPU kernels, so it doesn't show when anything ran; profile with "
+            f"activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+        )
     if len({pid for pid, _ in step_threads}) > 1:
         raise TraceError(f"{path}: holds the steps of several processes (a merged file); give the ranks' own files")
     if not steps:
@@ -468,6 +478,8 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
         )
     ordered = sorted(steps.values(), key=lambda step: step.start)
     for one, two in zip(ordered, ordered[1:], strict=False):
+        if 0 < one.end - two.start <= ROUNDING_NS:
+            one.end = two.start
         if two.start < one.end:
             raise TraceError(f"{path}: steps {one.number} and {two.number} overlap; they must follow one another")
         if two.number == one.number and step_name == "ProfilerStep":
@@ -652,11 +664,7 @@ def _device_collectives(recording: Recording, host: list[HostComm], device: list
         collective.launch = recording.launch_of(correlation) if isinstance(correlation, int) else None
         collective.where = f"stream {event.stream[1].decode()}"
         recording.collectives.append(collective)
-    return [
-        event
-        for event in host
-        if id(event) not in shadowed and not event.name.startswith((b"nccl:", b"xccl:", b"hccl:"))
-    ]
+    return [event for event in host if id(event) not in shadowed and not event.name.startswith(DEVICE_PREFIXES)]
 
 
 def _launched_within(recording: Recording, event: HostComm) -> list[tuple[tuple[bytes, bytes], int, int]]:
