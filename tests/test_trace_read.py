@@ -7,9 +7,10 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_files import kineto, op, step, thread_name, trace, write
+from trace_files import all_reduce, kineto, op, step, thread_name, trace, write
 
 from ddpx.trace import read
+from ddpx.trace.collect import collect
 from ddpx.trace.read import TraceError, TraceFile, args_of, decode, to_ns
 
 text = st.text(st.sampled_from(string.ascii_letters + '{}[]":,\\ \n<>é漢'), max_size=12)
@@ -150,6 +151,13 @@ def test_what_is_no_trace_is_refused_with_the_reason(tmp_path, content, reason):
     with pytest.raises(TraceError, match=r"odd\.json: ") as caught:
         list(TraceFile(path).events())
     assert reason in str(caught.value)
+
+
+def test_args_that_are_no_json_are_refused_where_they_are_needed(tmp_path):
+    path = write(tmp_path / "odd.json", [step(0, 0, 9), all_reduce(1, 2, bucket=3)])
+    path.write_text(path.read_text().replace('"ddpx_bucket": 3', '"ddpx_bucket": nan?'))
+    with pytest.raises(TraceError, match=r"odd\.json: invalid JSON in the args of event"):
+        collect(path)
 
 
 def test_damaged_and_missing_files_are_refused_by_name(tmp_path):

@@ -369,6 +369,12 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
             known = name_ids[name] = len(name_ids)
         return known
 
+    def args_in(raw: bytes | None) -> dict[str, Any]:
+        try:
+            return args_of(raw)
+        except ValueError as error:
+            raise TraceError(f"{path}: invalid JSON in the args of event {source.events_read}: {error}") from None
+
     def kind_of_host(name: bytes) -> str:
         if name.startswith(step_prefix):
             return "step"
@@ -414,7 +420,7 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
                     ident = name_id(name)
                     lane.add(start, end, ident, ident)
             elif kind == "comm":
-                host_comm.append(HostComm(name, tid, start, end, args_of(args)))
+                host_comm.append(HostComm(name, tid, start, end, args_in(args)))
             elif kind == "wait":
                 waits.setdefault(tid, []).append((start, end))
             elif kind == "loader":
@@ -446,10 +452,10 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
                 kernel_kind[ident] = known_kind
             stream.add(start, start + duration, ident, correlation)
             if known_kind == "comm":
-                device_comm.append(DeviceComm(name, (pid, tid), start, start + duration, args_of(args), True))
+                device_comm.append(DeviceComm(name, (pid, tid), start, start + duration, args_in(args), True))
         elif category == b"gpu_user_annotation":
             if COMM_ANNOTATION.match(name):
-                device_comm.append(DeviceComm(name, (pid, tid), start, start + duration, args_of(args), False))
+                device_comm.append(DeviceComm(name, (pid, tid), start, start + duration, args_in(args), False))
         elif category.endswith((b"_runtime", b"_driver", b"Runtime")):
             found = _CORRELATION.search(args) if args else None
             if found:
@@ -505,7 +511,7 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
         world_size=info.get("world_size") if isinstance(info.get("world_size"), int) else None,
         backend=str(info.get("backend", "")),
         host=str(source.metadata.get("host_name", "")),
-        base_ns=int(source.metadata.get("baseTimeNanoseconds", 0) or 0),
+        base_ns=base if isinstance(base := source.metadata.get("baseTimeNanoseconds"), int) else 0,
         device="gpu" if has_kernels else "cpu",
         steps=ordered,
         names=[decode(name) for name in name_ids],
