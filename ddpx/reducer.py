@@ -89,6 +89,7 @@ class Round:
     began_s: float
     next_launch: int = 0
     arrivals: list[int] = field(default_factory=list)
+    small: list[Slot] = field(default_factory=list)  # arrived, and to be written together
     shadow: bool = False  # this rank has no inputs and brings zeros
 
 
@@ -136,6 +137,7 @@ class Reducer:
         self.after_round: Callable[[], None] | None = None
         self._hook: HookRunner | None = None
         self._last = last
+        self._writes_together = options.nonfinite == "ignore"
         self._divisor: float = communicator.group.world_size
         self._round: Round | None = None
         self._rehearsed = False
@@ -250,7 +252,7 @@ class Reducer:
         self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter())
         self.expects_backward_anywhere = False
         for slot in self.slots:
-            slot.written = slot.nested = False
+            slot.written = slot.arrived = slot.nested = False
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.pending = None
@@ -294,14 +296,40 @@ class Reducer:
                 slot.nested = True
                 current.arrivals.append(slot.index)
             return
-        if slot.nested:
+        if slot.nested or slot.arrived:
             return
         current.arrivals.append(slot.index)
-        if self._rehearsed:
+        if not self._rehearsed:
+            return
+        slot.arrived = True
+        if slot.is_small and self._writes_together:
+            current.small.append(slot)
+        else:
             self._write(slot, param.grad)
-            self._count(slot)
-            if self.policy.launch_when_full:
-                self._launch_full_buckets(current)
+        for number in slot.buckets:
+            bucket = self.buckets[number]
+            bucket.missing -= 1
+            if not bucket.missing:
+                bucket.ready_s = time.perf_counter()
+                if self.policy.launch_when_full:
+                    self._launch_full_buckets(current)
+
+    def _write_small(self, current: Round) -> None:
+        """Write the small gradients that have arrived: one call copies them, one a run of neighbours divides them."""
+        slots, current.small = current.small, []
+        grads = [slot.param.grad for slot in slots]
+        if torch.is_grad_enabled() or any(g is None or g is s.view or g.is_sparse for g, s in zip(grads, slots)):
+            for slot, grad in zip(slots, grads, strict=True):
+                self._write(slot, grad)
+            return
+        torch._foreach_copy_([slot.view for slot in slots], grads)  # type: ignore[arg-type]
+        if self._divisor != 1:
+            for arena, begin, end in _runs(slots):
+                arena[begin:end].div_(self._divisor)
+        for slot in slots:
+            slot.written = True
+            slot.local = False
+            slot.param.grad = slot.view
 
     def _write(self, slot: Slot, grad: Tensor | None) -> None:
         """Put the gradient, divided by the number of ranks, into the arena; one pass."""
@@ -362,6 +390,8 @@ class Reducer:
                 bucket.ready_s = time.perf_counter()
 
     def _launch_full_buckets(self, current: Round) -> None:
+        if current.small:
+            self._write_small(current)
         while current.next_launch < len(self.buckets) and not self.buckets[current.next_launch].missing:
             self._launch(self.buckets[current.next_launch])
             current.next_launch += 1
@@ -383,6 +413,8 @@ class Reducer:
             if not self._rehearsed:
                 self._lay_out(current.arrivals)
                 self._write_arrivals(current)
+            elif current.small:
+                self._write_small(current)
             used = self._settle_missing(current)
             waiting_s = time.perf_counter()
             while current.next_launch < len(self.buckets):
@@ -661,7 +693,20 @@ class Reducer:
         self.remove_hooks()
         self.communicator.close()
 
-    # ---- What torch's stock hooks ask DDP's reducer for
+    # ---- What torch's stock hooks and frameworks ask DDP's reducer for
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """DDP has to be told of a backward; here it is noticed when it comes, wherever it begins."""
+        self.expects_backward_anywhere = True
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to prepare."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Buckets are laid out anew when the first round ends."""
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return run_allreduce(bucket, self.communicator.group.process_group)
@@ -675,6 +720,18 @@ class Reducer:
             max((int((self.buckets[number].ready_s - began_s) * 1e9) for number in slot.buckets), default=0)
             for slot in self.slots
         ]
+
+
+def _runs(slots: Sequence[Slot]) -> list[tuple[Tensor, int, int]]:
+    """The slots' elements as (arena, begin, end), neighbours in one."""
+    runs: list[tuple[Tensor, int, int]] = []
+    for slot in slots:
+        assert slot.arena is not None
+        if runs and runs[-1][0] is slot.arena and runs[-1][2] == slot.begin:
+            runs[-1] = (slot.arena, runs[-1][1], slot.end)
+        else:
+            runs.append((slot.arena, slot.begin, slot.end))
+    return runs
 
 
 # ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena ----------------------------------------
