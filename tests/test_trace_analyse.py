@@ -22,9 +22,11 @@ from trace_files import (
     write,
 )
 
-from ddpx.trace import analyse, collect
-from ddpx.trace.analyse import METRICS, analyse_run, bus_factor, compare
+from ddpx.trace import lanes
+from ddpx.trace import rank as one_rank
+from ddpx.trace.analyse import analyse_run, compare
 from ddpx.trace.read import TraceError
+from ddpx.trace.result import METRICS, bus_factor
 
 SAMPLE = Path(__file__).parents[2] / "shared" / "data" / "a100_nccl_rank0.json.gz"
 
@@ -72,13 +74,13 @@ def test_cpu_steps_split_as_painting_every_microsecond_says(
     events += [step(i, *one) for i, one in enumerate(steps)] + [thread_name(COMM, "ddpx comm")]
     order.shuffle(events)
     path = write(tmp_path_factory.mktemp("paint") / "t.json", events, world_size=1)
-    saved = collect.ROWS_IN_MEMORY, analyse.PIECE
+    saved = lanes.ROWS_IN_MEMORY, one_rank.PIECE
     if small:  # spill rows to a file and cut steps into pieces
-        collect.ROWS_IN_MEMORY, analyse.PIECE = 2, 2
+        lanes.ROWS_IN_MEMORY, one_rank.PIECE = 2, 2
     try:
         (rank,) = analyse_run("run", [path]).ranks
     finally:
-        collect.ROWS_IN_MEMORY, analyse.PIECE = saved
+        lanes.ROWS_IN_MEMORY, one_rank.PIECE = saved
     busy = (painted(ops) - painted(waits) - painted(own_comm)) | painted(helper)
     sent = painted(comm) | painted(own_comm)
     for report, one in zip(rank.steps, steps, strict=True):
@@ -111,7 +113,7 @@ def test_gpu_steps_split_as_painting_every_microsecond_says(tmp_path_factory, se
         return
     rng.shuffle(events)
     path = write(tmp_path_factory.mktemp("paint") / "t.json", events, world_size=1, backend="nccl")
-    saved, analyse.PIECE = analyse.PIECE, 2 if small else analyse.PIECE
+    saved, one_rank.PIECE = one_rank.PIECE, 2 if small else one_rank.PIECE
     done = [
         max([end] + [row[1] for row in rows if row[2] >= start and (i == 2 or row[2] < steps[i + 1][0])])
         for i, (start, end) in enumerate(steps)
@@ -128,7 +130,7 @@ def test_gpu_steps_split_as_painting_every_microsecond_says(tmp_path_factory, se
             return
         (rank,) = analyse_run("run", [path]).ranks
     finally:
-        analyse.PIECE = saved
+        one_rank.PIECE = saved
     busy = painted(row[:2] for row in rows if row[3] != 8)
     sent = painted(row[:2] for row in rows if row[3] == 8)
     for report, one in zip(rank.steps, windows, strict=True):

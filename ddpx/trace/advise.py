@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
-from ddpx.trace.analyse import Placed, RunReport
+from ddpx.trace.result import Placed, RunReport
 
 WORTH = 0.01  # of a step
 LAST_BUCKET_BYTES = 4 << 20

@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 
 from ddpx.trace import report
-from ddpx.trace.analyse import METRICS, RunReport, analyse_run, compare
+from ddpx.trace.analyse import analyse_run, compare
 from ddpx.trace.read import TraceError
+from ddpx.trace.result import METRICS, RunReport
 
 MODES = ("local", "torch", "naive", "bucketed", "overlapped")
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpx.trace.analyse import RankReport, RunReport, StepReport
 from ddpx.trace.intervals import Interval, intersect, subtract, union
 from ddpx.trace.report import percent
+from ddpx.trace.result import RankReport, RunReport, StepReport
 
 # The classes of time, and their colours on light and dark grounds; told apart by lightness too, for the colour-blind.
 CLASSES = ("compute", "hidden", "exposed", "peer", "gap")

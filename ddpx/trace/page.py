@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from ddpx.trace.advise import advise, size_text
-from ddpx.trace.analyse import Difference, Placed, RankReport, RunReport
 from ddpx.trace.draw import CLASS_WORDS, CLASSES, COLOURS, DRAWN_RANKS, drawn_steps, make_up, step_lanes
 from ddpx.trace.intervals import Interval, subtract
 from ddpx.trace.report import (
@@ -32,6 +30,7 @@ from ddpx.trace.report import (
     subject,
     transfer_known,
 )
+from ddpx.trace.result import Difference, Placed, RankReport, RunReport
 
 WIDTH, LABELS = 1160, 132  # of the timeline, in CSS pixels at full width; LABELS is the column left of it
 LANE, BARS_HEIGHT = 26, 26
@@ -508,11 +507,6 @@ def _difference(before: RunReport, after: RunReport, differences: list[Differenc
     title = f"From {before.name} to {after.name}"
     head = ["ms a step", before.name, after.name, "change", "± by chance (95 %)", ""]
     return _table(title, head, rows, [0, 5])
-
-
-def write(runs: list[RunReport], path: Path) -> None:
-    """Write the page of some runs without comparing them."""
-    path.write_text(page(runs, []), encoding="utf-8")
 
 
 LIGHT = "--ground:#fff;--ink:#1c2127;--soft:#5b6570;--line:#d9dee4;--card:#f5f7f9;--on:#fff;"

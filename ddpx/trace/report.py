@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ddpx.trace.advise import advise, size_text
-from ddpx.trace.analyse import (
+from ddpx.trace.result import (
     CAUSE_WORDS,
     CAUSES,
     METRICS,
