@@ -27,7 +27,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
@@ -45,7 +45,7 @@ import models
 from ddpx import compare, mfu, profile, timeline
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.communicator import TRANSPORTS
-from ddpx.compare import BucketTimes, Network, Phase, RankStep, Run, Yardstick
+from ddpx.compare import Network, Phase, RankStep, Run, Yardstick
 from models.data import Corpus, synthetic_images
 
 MODES = ("local", "torch", "naive", "bucketed", "overlapped")
@@ -199,11 +199,13 @@ class Job:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
+        with _between_steps():
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def barrier(self) -> None:
-        dist.barrier(self.control)
+        with _between_steps():
+            dist.barrier(self.control)
 
     def sum(self, value: float) -> float:
         return float(sum(self.gather(value)))
@@ -218,6 +220,14 @@ class Job:
         if self.rank == 0:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _between_steps() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's words for a closed connection or the end of its patience
+        raise ddpx.Error(f"a rank is gone, or does something else, between two steps: {error}") from error
 
 
 @dataclass(slots=True)
@@ -301,38 +311,12 @@ def train_step(replica: Replica, batches: Sequence[Batch], dtype: torch.dtype, j
     replica.optimizer.step()
     replica.optimizer.zero_grad()
     done_s = job.now()
-    backward_ended_s, buckets = _communication(model, began_s)
+    backward_ended_s, buckets = compare.communication_of(model, began_s)
     if buckets:
         phases[-1] = phases[-1]._replace(end_s=backward_ended_s)
         phases.append(Phase("wait", backward_ended_s, ended_s - began_s))
     phases.append(Phase("optimizer", ended_s - began_s, done_s - began_s))
     return RankStep(loss_sum.item(), done_s - began_s, backward_ended_s, tuple(phases), buckets)
-
-
-def _communication(model: nn.Module, began_s: float) -> tuple[float, tuple[BucketTimes, ...]]:
-    """When the last backward ended, without what it waited for, and the buckets; in seconds since the step began."""
-    if isinstance(model, ddpx.DDPX):
-        stats = model.stats()
-        assert stats is not None
-        if model.reducer.communicator.transport is None:
-            return 0.0, ()
-        return stats.backward_ended_s - began_s, tuple(
-            BucketTimes(b.index, b.nbytes, *(at - began_s for at in (b.ready_s, b.launched_s, b.started_s, b.ended_s)))
-            for b in stats.buckets
-            if b.started_s is not None and b.ended_s is not None
-        )
-    if not isinstance(model, DistributedDataParallel):
-        return 0.0, ()
-    try:  # torch's own figures: private, in nanoseconds of the wall clock, and for all buckets together
-        assert model.logger is not None
-        model.logger.set_runtime_stats_and_log()
-        data = model._get_ddp_logging_data()
-        zero_ns = time.time_ns() - (time.perf_counter() - began_s) * 1e9
-        names = ("backward_compute_time_end", "backward_comm_time_start", "backward_comm_time_end")
-        end_s, start_s, stop_s = ((data[name] - zero_ns) * 1e-9 for name in names)
-    except (AttributeError, KeyError):
-        return 0.0, ()
-    return end_s, (BucketTimes(0, data["total_parameter_size_bytes"], start_s, start_s, start_s, stop_s),)
 
 
 def take_turns(args: argparse.Namespace, job: Job, replicas: Sequence[Replica], draw: Draw, log: Any) -> None:
@@ -360,9 +344,7 @@ def take_turns(args: argparse.Namespace, job: Job, replicas: Sequence[Replica], 
         done = number + 1 - args.warmup
         if args.steps is None and LEAST_STEPS <= done < DEFAULT_STEPS:
             if job.gather(time.perf_counter() - began_s)[0] > TIME_LIMIT_S:
-                job.print(
-                    f"stopped after {done} timed steps: they took {TIME_LIMIT_S} s. --steps {DEFAULT_STEPS} goes on"
-                )
+                job.print(f"stopped after {done} timed steps, since {TIME_LIMIT_S} s are over; --steps sets a number")
                 break
     bar.close()
 

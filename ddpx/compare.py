@@ -15,11 +15,16 @@ import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpx.data_parallel import DDPX
 from ddpx.mfu import Peak, format_mfu, mfu
 
 Network = Literal["none", "own", "emulated"]
@@ -96,6 +101,32 @@ def summarise(ranks: Sequence[RankStep]) -> Step:
     )
 
 
+def communication_of(model: nn.Module, began_s: float) -> tuple[float, tuple[BucketTimes, ...]]:
+    """When the last backward ended, without what it waited for, and the buckets; in seconds since the step began."""
+    if isinstance(model, DDPX):
+        stats = model.stats()
+        assert stats is not None
+        if model.reducer.communicator.transport is None:
+            return 0.0, ()
+        return stats.backward_ended_s - began_s, tuple(
+            BucketTimes(b.index, b.nbytes, *(at - began_s for at in (b.ready_s, b.launched_s, b.started_s, b.ended_s)))
+            for b in stats.buckets
+            if b.started_s is not None and b.ended_s is not None
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return 0.0, ()
+    try:  # torch's own figures: private, in nanoseconds of the wall clock, and for all buckets together
+        assert model.logger is not None
+        model.logger.set_runtime_stats_and_log()
+        data = model._get_ddp_logging_data()
+        zero_ns = time.time_ns() - (time.perf_counter() - began_s) * 1e9
+        names = ("backward_compute_time_end", "backward_comm_time_start", "backward_comm_time_end")
+        end_s, start_s, stop_s = ((data[name] - zero_ns) * 1e-9 for name in names)
+    except (AttributeError, KeyError):
+        return 0.0, ()
+    return end_s, (BucketTimes(0, data["total_parameter_size_bytes"], start_s, start_s, start_s, stop_s),)
+
+
 @dataclass(slots=True)
 class Run:
     """One mode on one network: its timed steps in order, and the losses of all its steps, warm-up included."""
@@ -126,8 +157,15 @@ class Run:
         return statistics.median(known) if known and self.network != "none" else None
 
     def typical(self) -> list[RankStep]:
-        """All ranks' views of the kept step whose time is nearest the median."""
-        return min(self.views, key=lambda ranks: abs(max(rank.seconds for rank in ranks) - self.step_s))
+        """All ranks' views of the kept step whose times, taken together, are nearest the medians."""
+        names = ("seconds", "communication_s", "peer_wait_s", "exposed_s")
+        middle = [statistics.median(getattr(step, name) for step in self.steps) for name in names]
+
+        def distance(ranks: list[RankStep]) -> float:
+            step = summarise(ranks)
+            return sum(abs(getattr(step, name) - value) for name, value in zip(names, middle, strict=True))
+
+        return min(self.views, key=distance)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,8 @@ def _draw_panel(axis: Any, members: Sequence[Run], local: Run | None) -> set[str
             ticks.append((row + 1, "network"))
         middle = row + (_lanes(run) - 1) / 2
         place = {"xycoords": ("axes fraction", "data"), "ha": "right", "annotation_clip": False}
-        axis.annotate(run.mode, (-0.1, middle), va="bottom", fontweight="bold", fontsize=11, **place)
-        axis.annotate(MODES.get(run.mode, ""), (-0.1, middle), va="top", fontsize=8.5, color=FAINT, **place)
+        axis.annotate(run.mode, (-0.085, middle), va="bottom", fontweight="bold", fontsize=11, **place)
+        axis.annotate(MODES.get(run.mode, ""), (-0.085, middle), va="top", fontsize=8.5, color=FAINT, **place)
         axis.text(
             1e3 * rank.seconds + 0.006 * axis.get_xlim()[1],
             row,
@@ -146,7 +146,9 @@ def _draw_panel(axis: Any, members: Sequence[Run], local: Run | None) -> set[str
     axis.set_yticks([at for at, _ in ticks], [word for _, word in ticks], fontsize=8.5)
     axis.tick_params(axis="y", length=0, colors=FAINT)
     if local is not None and len(members) > 1:
-        axis.axvline(1e3 * local.typical()[0].seconds, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=3)
+        at_ms = 1e3 * local.typical()[0].seconds
+        axis.axvline(at_ms, ymax=0.97, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=3)
+        axis.annotate("without communication", (at_ms, -PAUSE), ha="right", va="top", fontsize=8.5, color=FAINT)
     return used
 
 
