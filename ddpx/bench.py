@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 BLOCK_S = 0.02  # one contender's part of a round takes about this long, or one repetition
 MIN_ROUNDS, MAX_REPETITIONS = 3, 2000
 TORCH = "torch all_reduce"
+BUSY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Machine:
 
     copy_bytes_per_s: float  # bytes copied; each is read and written
     add_s_per_byte: float  # a += b, by byte of a
+    others: float = 0.0  # the share of all processors that other processes took meanwhile
 
     def limit_s(self, nbytes: int, n: int) -> float:
         """The two-shot all-reduce's bytes at this speed: n slices read and one written, then n-1 copied."""
@@ -125,6 +127,7 @@ def measure(settings: Settings) -> tuple[list[Row], Machine]:
     link = Link.parse(settings.link) if settings.link else None
     largest = max(settings.sizes) // dtype.itemsize
     machine = _machine()
+    before = _processor_s()
     ordinary = torch.zeros(largest, dtype=dtype)
     groups = {name: Communicator(transport=name, link=link) for name in settings.transports}
     flats = {name: communicator.empty(largest, dtype) for name, communicator in groups.items()}
@@ -144,7 +147,7 @@ def measure(settings: Settings) -> tuple[list[Row], Machine]:
         rows += _measure_size(nbytes, contenders, settings, n)
     for communicator in groups.values():
         communicator.close()
-    return rows, machine
+    return rows, replace(machine, others=_others(before))
 
 
 def _measure_size(
@@ -199,6 +202,26 @@ def _machine() -> Machine:
     medians = torch.tensor([statistics.median(times["copy"]), statistics.median(times["add"])])
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return Machine(a.nbytes / float(medians[0]), float(medians[1]) / a.nbytes)
+
+
+def _processor_s() -> tuple[float, float, float]:
+    """(now, seconds that all processors together were busy, those of them spent in this process)."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]]
+        busy_s = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        busy_s = math.nan
+    return time.monotonic(), busy_s, time.process_time()
+
+
+def _others(before: tuple[float, float, float]) -> float:
+    """The share of this host's processors that processes other than the ranks took since `before`; nan if unknown."""
+    elapsed, busy_s, own_s = (now - then for now, then in zip(_processor_s(), before, strict=True))
+    ours = torch.tensor([own_s], dtype=torch.float64)
+    dist.all_reduce(ours)
+    share = torch.tensor([(busy_s - float(ours)) / (elapsed * (os.cpu_count() or 1))], dtype=torch.float64)
+    dist.broadcast(share, 0)
+    return max(0.0, float(share)) if math.isfinite(float(share)) else math.nan
 
 
 # ---- What the numbers say --------------------------------------------------------------------------------------------
@@ -278,7 +301,9 @@ def report(rows: Sequence[Row], fits: dict[str, Fit], machine: Machine, n: int) 
         parts.append(table(lines))
     said = [
         f"memory: a rank copies {bandwidth_text(machine.copy_bytes_per_s)} and adds "
-        f"{bandwidth_text(1 / machine.add_s_per_byte)} while all ranks do"
+        f"{bandwidth_text(1 / machine.add_s_per_byte)} while all ranks do",
+        f"other processes took {machine.others:.0%} of the processors"
+        + (": TOO MUCH for these times to mean anything but their ratios" if machine.others > BUSY else ""),
     ]
     for transport, found in fits.items():
         fabric = found.fabric
