@@ -482,7 +482,9 @@ def train(args: argparse.Namespace, corpus: Corpus | None, job: Job) -> None:
         )
 
     before = peak()
-    with contextlib.nullcontext() if not args.log or job.rank else args.log.open("w") as log:
+    if args.log:
+        args.log.parent.mkdir(parents=True, exist_ok=True)
+    with args.log.open("w", buffering=1) if args.log and not job.rank else contextlib.nullcontext() as log:
         take_turns(args, job, replicas, training, log)
     after, warning = peak(), None
     if before is not None and after is not None:
