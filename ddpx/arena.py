@@ -12,6 +12,8 @@ from ddpx.communicator import Communicator
 from ddpx.execute import Plan
 from ddpx.stream import Pending
 
+SMALL_BYTES = 16 << 10
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -23,9 +25,14 @@ class Slot:
     sparse: bool = False  # gradients are sparse tensors: exchanged by rows, not in the arena
     excluded: bool = False  # promised to stay without a gradient on every rank
     view: Tensor | None = None  # shaped as the parameter, in the arena
+    arena: Tensor | None = None
+    begin: int = 0  # the slot is arena[begin:end], with the padding behind it
+    end: int = 0
+    is_small: bool = False  # copying it costs a call more than bytes, so it is copied together with others
     is_view: bool = True  # whether `param.grad` is to be `view` itself
     buckets: tuple[int, ...] = ()
     written: bool = False  # in the arena, scaled
+    arrived: bool = False  # among those to be written
     nested: bool = False  # fired in a nested backward, so it may fire again
     local: bool = False  # has gradients that no round has reduced yet
     own_grad: Tensor | None = None  # the tensor to copy the mean to, where gradients are not views
@@ -78,12 +85,20 @@ def bind(
         if name not in arenas:
             arenas[name] = communicator.empty(layout.arena_numel[name], wire(slot.param, wire_dtype))
     buckets_of = layout.buckets_of()
+    ends = dict(layout.arena_numel)
+    for index in sorted(range(len(slots)), key=lambda index: layout.offsets[index], reverse=True):
+        slot = slots[index]
+        if slot.in_arena and slot.param.numel():
+            name = _arena_name(slot, wire_dtype)
+            slot.arena, slot.begin, slot.end = arenas[name], layout.offsets[index], ends[name]
+            ends[name] = slot.begin
     for slot in slots:
         slot.buckets = buckets_of.get(slot.index, ())
         slot.view = None
         if slot.in_arena:
             slot.view = gradient_view(arenas[_arena_name(slot, wire_dtype)], layout.offsets[slot.index], slot.param)
             slot.is_view = want_views and slot.view.dtype == slot.param.dtype
+            slot.is_small = slot.is_view and 0 < slot.param.nbytes <= SMALL_BYTES
     buckets = []
     for index, planned in enumerate(layout.buckets):
         flat = arenas[planned.arena][planned.begin : planned.end]

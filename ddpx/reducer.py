@@ -235,7 +235,7 @@ class Reducer:
             with torch.enable_grad():
                 node = slot.param.view_as(slot.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             try:
-                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
+                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type, misc]
                     return True
             except RuntimeError:  # asked about a parameter that autograd.grad() was asked for
                 continue
@@ -322,7 +322,7 @@ class Reducer:
             for slot, grad in zip(slots, grads, strict=True):
                 self._write(slot, grad)
             return
-        torch._foreach_copy_([slot.view for slot in slots], grads)  # type: ignore[arg-type]
+        torch._foreach_copy_([slot.view for slot in slots], grads)  # type: ignore[arg-type, misc]
         if self._divisor != 1:
             for arena, begin, end in _runs(slots):
                 arena[begin:end].div_(self._divisor)
