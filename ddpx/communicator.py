@@ -244,8 +244,8 @@ class Communicator:
 
     def _in_place(self, call: Call) -> Call:
         """The call, to run where its tensor lies if that is memory which peers read: nothing is staged then."""
-        if not self._arenas or call.pieces is not None:
-            return call
+        if not self._arenas or call.collective not in ("all_reduce", "broadcast"):
+            return call  # a reduce would change what the other ranks are to keep
         ((_, _, tensor),) = call.loads or call.stores
         for number, arena in self._arenas.items():
             begin = tensor.data_ptr() - arena.data_ptr()
@@ -259,7 +259,7 @@ class Communicator:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor, (numel,), zeroed, that plans can run on. A collective.
 
-        In shared memory, all_reduce, reduce and broadcast of it (or a contiguous part) run in place, without staging.
+        In shared memory, all_reduce and broadcast of it (or of a contiguous part) run in place, without staging.
         """
         if self.transport is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -289,6 +289,8 @@ class Communicator:
         if self.link is not None:  # it holds a rank back once a step
             fabric = Fabric(self.link.alpha_s, self.link.beta_s_per_byte, concurrent=True)
         n = self.group.world_size
+        if n == 1:
+            return "direct"
         of_rank = nbytes / n if collective == "all_to_all" else nbytes
         return choose(n, of_rank, fabric, collective, CHOICES[collective]).algorithm
 
