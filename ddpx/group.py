@@ -70,7 +70,7 @@ class Group:
             part._notes = itertools.count()
         return part
 
-    def store(self, prefix: str) -> dist.Store:
+    def store(self, prefix: str) -> dist.PrefixStore:
         """A part of the board for somebody else's keys."""
         return dist.PrefixStore(prefix, self._store)
 
