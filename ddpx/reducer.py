@@ -235,7 +235,7 @@ class Reducer:
             with torch.enable_grad():
                 node = slot.param.view_as(slot.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             try:
-                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type, misc]
+                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
                     return True
             except RuntimeError:  # asked about a parameter that autograd.grad() was asked for
                 continue
