@@ -168,11 +168,17 @@ def places_of(module: nn.Module, ignored: frozenset[str]) -> list[Place]:
 
 
 def change_in(places: Sequence[Place]) -> tuple[str, list[str]]:
-    """What has happened to the first parameter that is not what it was ("" if all are), and who is frozen now."""
+    """What has happened to the first parameter that is not what it was ("" if all are), and who is not trained now.
+
+    That is: frozen for a while, or stood in for by a tensor in a functional call.
+    """
     frozen = []
     for name, owner, key, param, trained, dtype, device in places:
         now = owner._parameters.get(key)
         if now is param and now.requires_grad is trained and now.dtype is dtype and now.device == device:
+            continue
+        if now is not None and not isinstance(now, nn.Parameter):
+            frozen.append(name)  # torch.func.functional_call lends the module other tensors: nothing to reduce
             continue
         if now is not param:
             return f"parameter {name} was {'removed' if now is None else 'replaced'}", []

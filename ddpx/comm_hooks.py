@@ -91,13 +91,10 @@ class HookPending:
 class HookRunner:
     """Starts a registered hook on a bucket."""
 
-    def __init__(self, state: Any, hook: Hook) -> None:
+    def __init__(self, state: Any, hook: Hook, name: str = "") -> None:
         self.state = state
         self.hook = hook
-
-    @property
-    def name(self) -> str:
-        return getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        self.name = name or getattr(hook, "__qualname__", type(hook).__name__)
 
     def launch(self, bucket: Bucket, bucket_count: int) -> HookPending:
         future = self.hook(self.state, GradBucket(bucket, bucket.index == bucket_count - 1))

@@ -152,6 +152,7 @@ class DDPX(nn.Module, Joinable):
         self._has_joined = False
         self._uneven: UnevenInputs | None = None
         self._divide_by_initial_world_size = True
+        self._authoritative_rank = 0
         self._buffer_hook: tuple[Callable[..., Any], Any, str] | None = None
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._in_backward: list[tuple[nn.Parameter, Any]] | None = None
@@ -220,12 +221,14 @@ class DDPX(nn.Module, Joinable):
         if shares and self._buffer_hook_location() != POST_FORWARD:
             self.share_buffers(root)
         began_s = time.perf_counter()
+        self._times.iteration = self.reducer.rounds
         try:
             output = self._run_module(args, kwargs)
         except BaseException as error:
             self.reducer.forward_failed(error)
             raise
         self._times.forward_s = (began_s, time.perf_counter())
+        self.reducer.forward_s += time.perf_counter() - began_s
         if shares and self._buffer_hook_location() == POST_FORWARD:
             self.share_buffers(root)
         self.reducer.watch(list(tensors_in(output)), counts=self.training)
@@ -280,8 +283,11 @@ class DDPX(nn.Module, Joinable):
         self.reducer.sync_now()
 
     def stats(self) -> StepStats | None:
-        """Times of the last synchronised backward on this rank, or None before the first."""
-        return self.reducer.last_step
+        """Times of the last synchronised backward on this rank, and all ranks' phases; None before the first.
+
+        Cheap, but it waits until every rank has ended that backward.
+        """
+        return self.reducer.stats()
 
     # ---- Buffers
 
@@ -353,16 +359,21 @@ class DDPX(nn.Module, Joinable):
         """
         try:
             check_hook(hook)
-            if self.reducer.hook_name:
-                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError) as error:
             self.reducer.last_error = str(error)
             raise
-        self.reducer.set_hook(HookRunner(state, hook), expects_divergence(state))
+        self._register_hook(HookRunner(state, hook))
+
+    def _register_hook(self, runner: HookRunner) -> None:
+        if self.reducer.hook_name:
+            message = "register_comm_hook or register_builtin_comm_hook can only be called once."
+            self.reducer.last_error = message
+            raise RuntimeError(message)
+        self.reducer.set_hook(runner, expects_divergence(runner.state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """DDP's compiled hooks, by what the Python hooks of the same names do."""
-        self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self._register_hook(HookRunner(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type)))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step `optim` on each parameter as soon as its gradient is reduced, through torch's own overlap hook."""
@@ -429,10 +440,11 @@ class DDPX(nn.Module, Joinable):
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self.reducer.rounds:
-            raise RuntimeError(
+            self.reducer.last_error = (
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
+            raise RuntimeError(self.reducer.last_error)
         self.static_graph = self.reducer.static = True
         self.reducer.allow_unused()
         if self.find_unused_parameters:
@@ -442,6 +454,23 @@ class DDPX(nn.Module, Joinable):
                 "these unused parameters will not change during training loop while calling `_set_static_graph`.",
                 stacklevel=2,
             )
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters to reduce, and whether each has sparse gradients."""
+        return [slot.param for slot in self.reducer.slots], [slot.sparse for slot in self.reducer.slots]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
+        """Names by place in `parameters`, which have to be those that are reduced."""
+        given = {param: index for index, param in enumerate(parameters)}
+        for slot in self.reducer.slots:
+            if slot.param not in given:
+                raise ValueError(f"Param with name {slot.name} found in module parameters, but not DDP parameters.")
+        if len(given) != len(self.reducer.slots):
+            raise ValueError(
+                "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
+                f"{len(given)} vs {len(self.reducer.slots)}."
+            )
+        return {given[slot.param]: slot.name for slot in self.reducer.slots}
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """DDP's report on a wrapper: its settings, buckets and times in nanoseconds."""

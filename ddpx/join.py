@@ -64,6 +64,7 @@ class UnevenInputs:
         """The model of a rank that trained to the end, for everybody."""
         flags = self._exchange(LAST * is_last_joiner)
         root = max(rank for rank, flag in enumerate(flags) if flag & LAST)
+        self._model._authoritative_rank = root
         reducer = self._model.reducer
         reducer.enter(IN_FORWARD)
         broadcast(reducer.communicator, self._model.shared_tensors(buffers=self._model.forward_sync_buffers), root)

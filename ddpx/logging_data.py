@@ -1,6 +1,7 @@
 """`_get_ddp_logging_data()`: the keys of DDP's report, filled from what ddpx knows. Times are nanoseconds."""
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ class RunningTimes:
     def __init__(self) -> None:
         self.rate = DEFAULT_RATE
         self.samples = 0
+        self.iteration = 0  # as of the last synchronised forward, which is when DDP looks
         self.forward_s = (0.0, 0.0)  # begin, end of the last forward
         self.last: dict[str, int] = {}
         self.sums: dict[str, int] = {}
@@ -77,8 +79,6 @@ def logging_data(model: "DDPX", times: RunningTimes) -> dict[str, Any]:
         "backend_name": backend,
         "device_ids": ", ".join(map(str, model.device_ids or [])),
         "bucket_sizes": sizes,
-        "comm_hook": reducer.hook_name,
-        "error": reducer.last_error or getattr(model, "_last_error", ""),
         "master_addr": _env("MASTER_ADDR"),
         "master_port": _env("MASTER_PORT"),
         "torch_distributed_debug": _env("TORCH_DISTRIBUTED_DEBUG"),
@@ -88,6 +88,10 @@ def logging_data(model: "DDPX", times: RunningTimes) -> dict[str, Any]:
         "algorithms": ", ".join(bucket.algorithm for bucket in reducer.buckets),
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.last_arrivals)),
     }
+    if reducer.hook_name:
+        strings["comm_hook"] = reducer.hook_name
+    if reducer.last_error:
+        strings["error"] = reducer.last_error
     if backend == "gloo":
         strings["gloo_socket_ifname"] = _env("GLOO_SOCKET_IFNAME")
         strings["gloo_device_transport"] = _env("GLOO_DEVICE_TRANSPORT")
@@ -100,10 +104,10 @@ def logging_data(model: "DDPX", times: RunningTimes) -> dict[str, Any]:
     integers = {
         "world_size": reducer.communicator.group.world_size,
         "rank": reducer.rank,
-        "iteration": reducer.rounds,
+        "iteration": times.iteration,
         "num_parameter_tensors": len(trained),
         "total_parameter_size_bytes": sum(param.nbytes for param in trained),
-        "num_buckets_reduced": reducer.rounds * len(reducer.buckets),
+        "num_buckets_reduced": len(reducer.buckets),
         "bucket_cap_bytes": model.bucket_bytes_cap,
         "find_unused_parameters": int(model.find_unused_parameters),
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
@@ -118,7 +122,7 @@ def logging_data(model: "DDPX", times: RunningTimes) -> dict[str, Any]:
         "static_graph": int(model.static_graph),
         "can_set_static_graph": int(reducer.rounds == 0),
         "join_uneven_inputs": int(model._has_joined),
-        "has_error": int(bool(strings["error"])),
+        "has_error": int(bool(reducer.last_error)),
     }
     if backend == "gloo":
         integers["gloo_num_threads"] = 2
@@ -138,8 +142,6 @@ class Logger:
     """What code that reaches for `model.logger` finds."""
 
     def __init__(self, model: "DDPX") -> None:
-        import weakref
-
         self._model = weakref.ref(model)
 
     def _get_ddp_logging_data(self) -> "LoggingData":

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -33,8 +33,9 @@ from ddpx.communicator import Communicator
 from ddpx.drift import ReplicaCheck
 from ddpx.errors import Error, NonFiniteGradient, UnusedParameters
 from ddpx.execute import Plan
+from ddpx.phases import PhaseBoard
 from ddpx.sparse import SparseMean
-from ddpx.stats import BucketStats, StepStats
+from ddpx.stats import BucketStats, PhaseTimes, StepStats
 from ddpx.transport import IN_BACKWARD
 
 Mode = Literal["naive", "bucketed", "overlapped"]
@@ -131,7 +132,11 @@ class Reducer:
         self.has_local = False  # some slot may have gradients that no round has reduced
         self.is_alone = True  # no other live wrapper reduces the same parameters
         self.joining = False  # inside a join context, where ranks without inputs have old parameters
-        self.last_step: StepStats | None = None
+        self.forward_s = 0.0  # spent in forwards since the last round, without waiting for buffers
+        self._phases = PhaseBoard(communicator) if communicator.group.world_size > 1 else None
+        self._done_s = time.perf_counter()  # when the last round ended
+        self._record: tuple[Round, float, float, float] | None = None  # the last round, not yet made into numbers
+        self._last_step: StepStats | None = None
         self.last_arrivals: list[int] = []
         self.last_error = ""
         self.after_round: Callable[[], None] | None = None
@@ -141,7 +146,8 @@ class Reducer:
         self._divisor: float = communicator.group.world_size
         self._round: Round | None = None
         self._rehearsed = False
-        self._first_unused: set[int] | None = None  # with `static`: what had no gradient in the first round
+        self._first_unused: set[int] | None = None  # where that is allowed: what had no gradient in the first round
+        self.graph_changed = False  # and whether that has been otherwise since
         order = communicator.empty(len(self.slots), torch.int32)
         self._order = (order, communicator.plan_broadcast(order))
         self._used: tuple[Tensor, Plan] | None = None
@@ -196,6 +202,8 @@ class Reducer:
 
     def enter(self, kind: int) -> int:
         """Enter the next epoch with the group. Ranks fail alone or together, but they count epochs alike."""
+        if self._phases is not None:
+            self._phases.settle()
         self.epoch += 1
         self.communicator.begin(self.epoch, kind | self.forwards)
         if kind == IN_BACKWARD:
@@ -249,6 +257,7 @@ class Reducer:
 
     def _open(self, task: int) -> None:
         """A new round, in an epoch of its own; what `_end` closes."""
+        self._last_step, self._record = self.last_step, None
         self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter())
         self.expects_backward_anywhere = False
         for slot in self.slots:
@@ -286,6 +295,8 @@ class Reducer:
             self._begin(task)
             current = self._round
             assert current is not None
+        if param.grad is None:  # autograd came by without a gradient
+            return
         if task != current.task:
             if slot.written:
                 self._fail_round(
@@ -433,6 +444,8 @@ class Reducer:
             self._reduce_sparse()
             if self._replicas is not None:
                 self._replicas.finish()
+            if self._phases is not None:
+                self._phases.share(self._own_phases(current, ended_s))
         except BaseException as error:
             self._fail_round(self._explain(error), error)
         done_s = time.perf_counter()
@@ -440,7 +453,8 @@ class Reducer:
         self.rounds += 1
         self.has_local = False
         self.last_arrivals = current.arrivals
-        self.last_step = self._stats(current, ended_s, waiting_s, done_s)
+        self.forward_s, self._done_s = 0.0, done_s
+        self._record = (current, ended_s, waiting_s, done_s)
         if self.after_round is not None and not current.shadow:
             self.after_round()
 
@@ -467,7 +481,7 @@ class Reducer:
                 self._write(slot, slot.param.grad)
                 self._count(slot)
         unused = [slot for slot in self.slots if not slot.written and not slot.excluded]
-        if self.static and not current.shadow:
+        if self.find_unused and not current.shadow:
             self._compare_with_first(unused)
         if not self.find_unused:
             if unused and not current.shadow:
@@ -485,19 +499,22 @@ class Reducer:
         now = {slot.index for slot in unused}
         if self._first_unused is None:
             self._first_unused = now
-        elif now - self._first_unused:
+        self.graph_changed |= now != self._first_unused
+        if not self.static or now == self._first_unused:
+            return
+        first, self._first_unused = self._first_unused, None  # after the error, the next round is a first one
+        if now - first:
             raise UnusedParameters(
                 f"{UNFINISHED} This error indicates that your training graph has changed in this iteration, e.g., one "
                 "parameter is used in first iteration, but then got unused in the second iteration. this is not "
                 f"compatible with static_graph set to True.\n{self._without_text(unused)}"
             )
-        elif self._first_unused - now:
-            names = [self.slots[index].name for index in sorted(self._first_unused - now)]
-            raise UnusedParameters(
-                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
-                f"On rank {self.rank} it is {names_text(names)}."
-            )
+        names = [self.slots[index].name for index in sorted(first - now)]
+        raise UnusedParameters(
+            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+            "but then got used in the second iteration. this is not compatible with static_graph set to True. "
+            f"On rank {self.rank} it is {names_text(names)}."
+        )
 
     def _attach(self, used: list[Slot] | None) -> None:
         """Point `param.grad` at the means, except where no rank used the parameter."""
@@ -623,6 +640,8 @@ class Reducer:
         self._round = None
         if self._replicas is not None:
             self._replicas.forget()
+        if self._phases is not None:
+            self._phases.forget()
         self.last_error = message
         self.communicator.fail(message)
 
@@ -652,14 +671,34 @@ class Reducer:
         names = ", ".join(slot.name for slot in unused[:20]) + (", ..." if len(unused) > 20 else "")
         indices = " ".join(str(slot.index) for slot in unused[:20])
         return (
-            f"Parameters which did not receive grad for rank {self.rank}: {names}\n"
-            f"Parameter indices which did not receive grad for rank {self.rank}: {indices}"
+            f"Parameter indices which did not receive grad for rank {self.rank}: {indices}\n"
+            f"Parameters which did not receive grad for rank {self.rank}: {names}"
         )
 
     def _bucket_text(self, bucket: Bucket) -> str:
         return f"bucket {bucket.index} ({names_text([slot.name for slot in bucket.slots])})"
 
     # ---- Numbers and the end
+
+    def _own_phases(self, current: Round, ended_s: float) -> PhaseTimes:
+        outside_s = current.began_s - self._done_s - self.forward_s
+        return PhaseTimes(max(0.0, outside_s), self.forward_s, ended_s - current.began_s)
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """The last round in numbers. Made when asked for, since on CUDA the device may still be running it."""
+        if self._record is not None:
+            self._last_step = self._stats(*self._record)
+            if all(bucket.ended_s is not None for bucket in self._last_step.buckets):
+                self._record = None
+        return self._last_step
+
+    def stats(self) -> StepStats | None:
+        """`last_step` with every rank's phases in it, once all ranks have ended the round."""
+        step = self.last_step
+        if step is None or self._phases is None:
+            return step
+        return replace(step, ranks=tuple(self._phases.read()))
 
     def _stats(self, current: Round, ended_s: float, waiting_s: float, done_s: float) -> StepStats:
         buckets = []
@@ -698,6 +737,15 @@ class Reducer:
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """DDP has to be told of a backward; here it is noticed when it comes, wherever it begins."""
         self.expects_backward_anywhere = True
+
+    def _get_local_used_map(self) -> Tensor:
+        """By parameter: how many ranks had a gradient for it in the last round; with find_unused_parameters."""
+        if self._used is None:
+            return torch.tensor([int(slot.written) for slot in self.slots], dtype=torch.int32)
+        return self._used[0].clone()
+
+    def _ddp_graph_static(self) -> bool:
+        return not self.graph_changed
 
     def prepare_for_forward(self) -> None:
         """Nothing to prepare."""

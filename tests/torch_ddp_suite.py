@@ -29,7 +29,19 @@ from typing import Any
 
 WORLD_SIZE = 2
 CLASSES = ("torch", "ddpx")
-EXCEPTIONS: dict[str, str] = {}
+EARLIER = "unused parameters are an error in the backward that leaves them out; the test wants it one iteration later"
+EXCEPTIONS: dict[str, str] = {
+    "test_ddp_control_flow_different_across_ranks": EARLIER,
+    "test_ddp_control_flow_same_across_ranks": EARLIER,
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": EARLIER,
+    "test_ddp_multiple_nested_unused_params_error": EARLIER,
+    "test_ddp_unused_params_rebuild_buckets_exception": EARLIER,
+    "test_ddp_logging_data_cpu": "expects gradient_as_bucket_view off by default, and DDP's buckets",
+    "test_ddp_native_mixed_precision_ignored_params": "reads the private _mp_param of parameters",
+    "test_ddp_profiling_torch_profiler": "counts the process group's all-reduces; ours are not its",
+    "test_skip_all_reduce_unused_parameters": "counts buckets; ours have a fixed size and may cut through a parameter",
+    "test_different_graph_across_ranks": "wants has_rebuilt_buckets to be 0; ours are always laid out anew",
+}
 PRELOAD = "DDPX_SUITE_PRELOAD"
 
 
@@ -245,6 +257,7 @@ def main() -> int:
     os.environ.update(environment(tempfile.gettempdir()))
     context = multiprocessing.get_context("forkserver")
     os.environ[PRELOAD] = "on_cpu" if arguments.on_cpu else "as_is"
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])
     context.set_forkserver_preload(["torch_ddp_suite"])
     names = [name for name in ddp_tests(suite(arguments.on_cpu)) if re.search(arguments.only, name)]
     which = arguments.classes.split(",")
