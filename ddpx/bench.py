@@ -47,6 +47,7 @@ BLOCK_S = 0.02  # one contender's part of a round takes about this long, or one 
 MIN_ROUNDS, MAX_REPETITIONS = 3, 2000
 TORCH = "torch all_reduce"
 BUSY = 0.1
+CACHED_BYTES = 1 << 20  # smaller buffers may stay in caches, which are faster than memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +297,8 @@ def report(rows: Sequence[Row], fits: dict[str, Fit], machine: Machine, n: int) 
                 + [bandwidth_text(algbw), bandwidth_text(algbw * 2 * (n - 1) / n)]
                 + [f"{torch_s / row.median_s:.2f}×", *model]
             )
-        limit = machine.limit_s(nbytes, n)
-        lines.append(["two-shot at the speed of memory", seconds_text(limit), *[""] * 6])
+        if nbytes >= CACHED_BYTES:
+            lines.append(["two-shot at the speed of memory", seconds_text(machine.limit_s(nbytes, n)), *[""] * 6])
         parts.append(table(lines))
     said = [
         f"memory: a rank copies {bandwidth_text(machine.copy_bytes_per_s)} and adds "
@@ -446,8 +447,14 @@ def draw(path: Path, rows: Sequence[Row], fits: dict[str, Fit], machine: Machine
                 axis.plot([r.nbytes for r in here], [r.predicted_s for r in here], color=style["color"], lw=0.8)
             best.append([row.median_s for row in here])
         if transport == "shared_memory":
-            limits = [machine.limit_s(size, n) for size in sizes]
-            axis.plot(sizes, limits, color="grey", ls=":", label="two-shot at the speed of memory")
+            beyond = [size for size in sizes if size >= CACHED_BYTES]
+            axis.plot(
+                beyond,
+                [machine.limit_s(size, n) for size in beyond],
+                color="grey",
+                ls=":",
+                label="two-shot at the speed of memory",
+            )
         for crossing in measured_crossings(rows, transport):
             axis.axvline(crossing.nbytes, color="grey", lw=0.7, ls="--")
             where = axis.get_xaxis_transform()
