@@ -1,6 +1,57 @@
 """What one synchronised backward looked like from this rank: all times in seconds on time.perf_counter."""
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+PHASES = ("input", "forward", "backward")
+NOTICED_S = 1e-3  # less is not worth a name
+NOTICED_SHARE = 0.05  # of what the median rank computes in a step
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """One rank's own time in a step: `input_s` is all outside forward and backward since the last round (data loading,
+    optimizer, the loss), without waiting for peers."""
+
+    input_s: float
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.input_s + self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that came last in a step by more than noise: `excess_s` above the median of the others, in `phase`."""
+
+    rank: int
+    phase: str
+    excess_s: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} was {self.excess_s * 1e3:.1f} ms slower than the others in its {self.phase}"
+
+
+def find_straggler(ranks: Sequence[PhaseTimes]) -> Straggler | None:
+    """The rank with the longest step, if it exceeds the median of the others by NOTICED_S and NOTICED_SHARE."""
+    if len(ranks) < 2:
+        return None
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].total_s)
+    others = [times for rank, times in enumerate(ranks) if rank != slowest]
+    excess_s = {
+        phase: getattr(ranks[slowest], f"{phase}_s")
+        - statistics.median(getattr(times, f"{phase}_s") for times in others)
+        for phase in PHASES
+    }
+    phase = max(PHASES, key=lambda name: excess_s[name])
+    median_s = statistics.median(times.total_s for times in others)
+    late_s = ranks[slowest].total_s - median_s
+    if late_s < max(NOTICED_S, NOTICED_SHARE * median_s):
+        return None
+    return Straggler(slowest, phase, excess_s[phase])
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +82,17 @@ class StepStats:
     wait_began_s: float
     done_s: float
     buckets: tuple[BucketStats, ...]
+    ranks: tuple[PhaseTimes, ...] = ()  # every rank's phases; empty where they are not known
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that the others waited for, and the phase in which it lost the time; None where none stands out."""
+        return find_straggler(self.ranks)
+
+    @property
+    def longest_wait(self) -> BucketStats | None:
+        """The bucket that waited longest for peers; on a straggler itself that says little."""
+        return max(self.buckets, key=lambda bucket: bucket.peer_wait_s, default=None)
 
     @property
     def communication_s(self) -> float:

@@ -41,6 +41,7 @@ class Stream(Protocol):
 
 
 POLL_S = 0.1
+CLOSE_S = 1.0
 
 
 class _ThreadPending:
@@ -106,7 +107,10 @@ class ThreadStream:
         return True
 
     def close(self) -> None:
+        """End the thread after what it still has to do, such as the part of a small plan that a slower peer needs."""
         self._line.tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
 
 class _Line:
