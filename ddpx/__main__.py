@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpx.algorithms import build
@@ -189,6 +190,7 @@ def cost(argv: Sequence[str]) -> int:
     """
     parser = Parser("cost", cost.__doc__ or "")
     _add_fabric(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw time against size, with the crossovers")
     args = parser.parse_args(argv)
     if args.local_size < 1:
         parser.error(f"--local-size cannot be {args.local_size}")
@@ -213,6 +215,14 @@ def cost(argv: Sequence[str]) -> int:
         )
     plain = [row["algorithm"] for row in rows if row["algorithm"] != "hierarchical"]
     best = [pair for pair in best_by_size(args.ranks, fabric, plain, args.collective) if pair[0] < MAX_BYTES]
+    if args.png is not None:
+        from ddpx import crossover
+
+        what = f"{args.collective} over {args.ranks} ranks, {_fabric_text(fabric)}"
+        try:
+            crossover.draw(args.png, args.collective, plain, args.ranks, fabric, what)
+        except OSError as error:
+            parser.error(f"cannot write {args.png}: {error.strerror}")
     if args.json:
         print(json.dumps({"rows": rows, "fastest_from_bytes": best}))
         return 0

@@ -123,3 +123,10 @@ def test_quantities_as_people_write_them():
         "1.000 ms",
         "2.521 s",
     ]
+
+
+def test_cost_draws_where_the_lines_cross(tmp_path, capsys):
+    picture = tmp_path / "crossover.png"
+    assert main(["cost", "--ranks", "8", "--bytes", "25MiB", "--png", str(picture)]) == 0
+    assert "fastest by size" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
