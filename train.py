@@ -284,7 +284,7 @@ def make_replicas(args: argparse.Namespace, job: Job, vocab_size: int) -> list[R
         "emulated": f"emulated network ({args.link})",
     }
     for replica in replicas:
-        replica.run.label = labels[replica.run.network]
+        replica.run.label = labels[replica.run.network] if job.world_size > 1 else "one process"
     return replicas
 
 

@@ -152,9 +152,8 @@ class Run:
 
     def median(self, name: str) -> float | None:
         """Median over the timed steps of a field of `Step`; None where there was no communication."""
-        values = [getattr(step, name) for step in self.steps]
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known and self.network != "none" else None
+        steps = [step for step in self.steps if step.overlap is not None]
+        return statistics.median(getattr(step, name) for step in steps) if steps else None
 
     def typical(self) -> list[RankStep]:
         """All ranks' views of the kept step whose times, taken together, are nearest the medians."""

@@ -200,6 +200,7 @@ def test_accumulation_bf16_tree_and_messages_train_like_torch(tmp_path: Path) ->
 def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:
     text = launch(*SMALL, "--steps", "2", "--out", str(tmp_path), ranks=1)
     assert "One process has nobody to communicate with" in text
+    assert re.search(r"^  overlapped .* -  +-  +-  +-$", text, re.MULTILINE)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [run["mode"] for run in report["runs"]] == MODES[:5]
     losses = [run["losses"] for run in report["runs"]]
