@@ -78,7 +78,7 @@ def test_public_methods_and_attributes_are_there() -> None:
         "skip_all_reduce_unused_params use_side_stream_for_tensor_copies _set_static_graph _get_ddp_logging_data "
         "_set_ddp_runtime_logging_sample_rate _register_builtin_comm_hook _register_fused_optim "
         "_register_buffer_comm_hook _set_params_and_buffers_to_ignore_for_model _check_reducer_finalized "
-        "_remove_autograd_hooks _update_process_group _set_ddp_sink_clone _get_data_parallel_params".split()  # noqa: SIM905
+        "_remove_autograd_hooks _update_process_group _set_ddp_sink_clone _get_data_parallel_params".split()
     )
     assert [name for name in sorted(names) if not hasattr(wrapper, name)] == []
 
