@@ -207,6 +207,7 @@ class DDPX(nn.Module, Joinable):
 
     # ---- A step
 
+    @torch._disable_dynamo(recursive=False)  # under torch.compile, the module inside is compiled; this frame is not
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._in_backward is None:
             self._in_backward = take_over([slot.param for slot in self.reducer.slots])
