@@ -50,7 +50,7 @@ from models.data import Corpus, synthetic_images
 
 MODES = ("local", "torch", "naive", "bucketed", "overlapped")
 DEFAULT_LINK = "50us,1.25GB/s"  # 10 Gbit/s Ethernet
-DEFAULT_STEPS = 30
+DEFAULT_STEPS = 40
 # Where --steps is not given, training stops after this, so that a run ends within two minutes on a slow machine too.
 TIME_LIMIT_S = 60
 LEAST_STEPS = 8  # with 7, even a mode that is ahead at every step is hardly told from chance
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Corpus
     add("--model", choices=models.MODELS, default="gpt")
     add("--size", default="nano", help="nano, small or medium (%(default)s)")
     add("--data", metavar="FILE|DIR", help="text, or uint16 tokens (.bin); default: Python's own standard library")
-    add("--batch", type=int, default=4, help="sequences (or images) a rank and micro-step (%(default)s)")
+    add("--batch", type=int, default=2, help="sequences (or images) a rank and micro-step (%(default)s)")
     add("--sequence", type=int, default=64, help="tokens in a sequence (%(default)s)")
     add("--accumulate", type=int, default=1, metavar="N", help="micro-steps a step (%(default)s)")
     add("--steps", type=int, help=f"timed steps a mode ({DEFAULT_STEPS}, or what {TIME_LIMIT_S} s allow)")

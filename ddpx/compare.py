@@ -289,7 +289,11 @@ def _standing(best: Run, others: Sequence[Run], local: Run | None) -> str:
     even = [run for run in others if run not in beaten and run not in ahead]
     if not beaten and not ahead:
         times = ", ".join(f"{run.mode} {_ms(run.step_s)}" for run in (best, *others))
-        return f"the modes differ by no more than chance would make them ({times})"
+        n = len(best.steps)
+        verdict = (
+            f"{n} steps are too few to tell" if 0.5**n >= UNSURE else "the modes differ no more than chance explains"
+        )
+        return f"{verdict} ({times})"
     text = f"a step takes {_ms(best.step_s)} overlapped"
     if beaten:
         text += " instead of " + " and ".join(

@@ -115,8 +115,11 @@ def test_finding_names_the_gain_and_calls_the_network_emulated() -> None:
 
 
 def test_finding_claims_nothing_that_chance_may_have_made() -> None:
-    text = compare.finding([run_of("naive", 1.0, 1.3), run_of("overlapped", 1.1, 1.0)], 2)
+    text = compare.finding([run_of("naive", *[1.0, 1.3] * 4), run_of("overlapped", *[1.1, 1.0] * 4)], 2)
     assert "no more than chance" in text
+    assert "2 steps are too few to tell" in compare.finding(
+        [run_of("naive", 9.0, 9.0), run_of("overlapped", 1.0, 1.0)], 2
+    )
 
 
 def test_finding_admits_a_loss() -> None:
