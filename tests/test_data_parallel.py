@@ -350,14 +350,18 @@ def dropped(rank: int, world_size: int, transport: str) -> list[tuple[int, int, 
     """After each of several wrappers was made, used and dropped: shared mappings, threads of ours, open files."""
     import os
 
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:ddpx")
+
     counts = []
+    before = mapped()  # what earlier tests in this process have left behind, such as a failed round's traceback
     for turn in range(5):
         model = DDPX(WithBuffers(0), transport=transport)
         for _ in range(1 + turn % 2):  # also one that never ran a second round
             model(torch.zeros(1, 3)).sum().backward()
         del model
         gc.collect()
-        mappings = Path("/proc/self/maps").read_text().count("memfd:ddpx")
+        mappings = mapped() - before
         threads = sum(thread.name.startswith("ddpx") for thread in threading.enumerate())
         counts.append((mappings, threads, len(os.listdir("/proc/self/fd"))))
     return counts
