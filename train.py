@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -137,7 +138,8 @@ def _check(args: argparse.Namespace) -> Corpus | None:
         args.link = DEFAULT_LINK if args.device == "cpu" and one_host() else "none"
     elif args.link != "none" and args.device == "cuda":
         raise ValueError("--link emulates a network between CPU ranks; leave it out on GPUs")
-    args.link = None if args.link == "none" or world_size == 1 else ddpx.Link.parse(args.link)
+    link = None if args.link == "none" else ddpx.Link.parse(args.link)
+    args.link = link if world_size > 1 else None
     for path in (args.out, args.log.parent if args.log else None):
         _check_folder(path or Path("runs"))
     if args.log and args.log.is_dir():
@@ -166,8 +168,11 @@ def _check_folder(folder: Path) -> None:
         there = there.parent
     if not there.is_dir():
         raise ValueError(f"{folder} cannot be a folder: {there} is a file")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"cannot write to {folder}")
+    try:  # root may write anywhere by its permissions, but not make folders in /proc
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
 
 
 # ---- The job: ranks, device, model -----------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _text(line: Line) -> str:
     return f"{name} {shape} stride {stride} {dtype}{'' if trained else ' not trained'}"
 
 
-Place = tuple[str, nn.Module, str, nn.Parameter, bool, torch.dtype, torch.device]
+Place = tuple[str, nn.Module, str, nn.Parameter, bool, torch.dtype, torch.device, torch.Size]
 
 
 def places_of(module: nn.Module, ignored: frozenset[str]) -> list[Place]:
@@ -163,7 +163,7 @@ def places_of(module: nn.Module, ignored: frozenset[str]) -> list[Place]:
         for key, param in owner._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
             if param is not None and name not in ignored:
-                found.append((name, owner, key, param, param.requires_grad, param.dtype, param.device))
+                found.append((name, owner, key, param, param.requires_grad, param.dtype, param.device, param.shape))
     return found
 
 
@@ -173,9 +173,10 @@ def change_in(places: Sequence[Place]) -> tuple[str, list[str]]:
     That is: frozen for a while, or stood in for by a tensor in a functional call.
     """
     frozen = []
-    for name, owner, key, param, trained, dtype, device in places:
+    for name, owner, key, param, trained, dtype, device, shape in places:
         now = owner._parameters.get(key)
-        if now is param and now.requires_grad is trained and now.dtype is dtype and now.device == device:
+        same = now is param and now.requires_grad is trained and now.dtype is dtype and now.device == device
+        if same and param.shape == shape:
             continue
         if now is not None and not isinstance(now, nn.Parameter):
             frozen.append(name)  # torch.func.functional_call lends the module other tensors: nothing to reduce
@@ -186,6 +187,8 @@ def change_in(places: Sequence[Place]) -> tuple[str, list[str]]:
             return f"parameter {name} changed from {dtype} to {now.dtype}", []
         if now.device != device:
             return f"parameter {name} moved from {device} to {now.device}", []
+        if param.shape != shape:
+            return f"parameter {name} changed from {list(shape)} to {list(param.shape)}", []
         if not trained:
             return f"parameter {name} was unfrozen", []
         frozen.append(name)

@@ -22,7 +22,7 @@ from ddpx.errors import Error
 from ddpx.execute import Plan, compile_plan
 from ddpx.group import Group
 from ddpx.schedule import Schedule
-from ddpx.stream import Pending, ThreadStream, open_stream
+from ddpx.stream import Pending, open_stream
 from ddpx.transport import Link, MappedTransport
 from ddpx.transport.hosts import Hosts
 from ddpx.transport.process_group import ProcessGroup
@@ -98,6 +98,7 @@ class Communicator:
         self._calls = Calls(self, check)
         self._arenas: dict[int, torch.Tensor] = {}  # where user's tensors may be reduced in place, by number
         self._arenas_made = 0
+        self._epoch = 0
 
     @property
     def transport_name(self) -> str:
@@ -345,6 +346,8 @@ class Communicator:
     def begin(self, epoch: int, header: int) -> None:
         """Enter an epoch, in which all ranks must have `header` in common."""
         if self.transport is not None:
+            self._epoch = epoch
+            self.group.enter(f"epoch {epoch}", self.transport.poll)
             self.transport.begin(epoch, header)
 
     def fail(self, message: str) -> None:
@@ -352,11 +355,12 @@ class Communicator:
         if self.transport is None:
             return
         self.transport.fail(message)
-        if not self.stream.cancel(CANCEL_S):
-            # The thread sits in a wait that can't be interrupted; it ends by itself when its peers' connections close.
-            self.stream.close()
-            self.stream = ThreadStream()
         self.transport.disconnect()
+        self.group.enter(f"after epoch {self._epoch}", None)
+        # The thread is at work, which ends, or in a wait, which has been ended. It has to be out of there before the
+        # next epoch: what it does then, on buffers and clock, would be taken for that epoch's.
+        while not self.stream.cancel(CANCEL_S):
+            self.transport.disconnect()
 
     def enter(self, number: int, header: int) -> None:
         """Begin a numbered call: ranks that share memory compare its header as they go, messages carry it as a tag."""
@@ -378,7 +382,10 @@ class Communicator:
         return self.transport.absent() if isinstance(self.transport, SharedMemory) else []
 
     def close(self) -> None:
-        self.stream.close()
+        if not self.stream.close() and self.transport is not None:
+            # A thread that waits in gloo when the interpreter goes would take the process down with it.
+            self.transport.disconnect()
+            self.stream.close()
         self._calls.close()
         self._arenas = {}
         if self.transport is not None:

@@ -7,6 +7,7 @@ All the rest is `ddpx.reducer`. It takes the place of DistributedDataParallel: t
 
 import contextlib
 import copy
+import dataclasses
 import time
 import warnings
 import weakref
@@ -172,12 +173,17 @@ class DDPX(nn.Module, Joinable):
             epochs_per_round=2 if self.forward_sync_buffers and self.modules_buffers else 1,
         )
         agreed = {"algorithm": algorithm, "transport": transport, "find_unused_parameters": options.find_unused}
+        agreed |= {"mixed_precision": str(mixed_precision), "nonfinite": nonfinite}
         agreed |= {"static_graph": static_graph, "forward_sync_buffers": self.forward_sync_buffers, "mode": mode}
         agreed |= {
             "check_replicas_every": check_replicas_every,
             "skip_all_reduce_unused_params": options.exclude_unused,
         }
         checks.agree_on_model(self._group, parameters, self.named_module_buffers, agreed)
+        sizes = self._group.gather("bucket sizes", sizes)[0]  # buckets are cut alike on all ranks: rank 0's
+        options = dataclasses.replace(
+            options, bucket_bytes=sizes.bucket_bytes, first_bucket_bytes=sizes.first, bucket_bytes_list=sizes.listed
+        )
         communicator = Communicator(
             self._group, device, algorithm, transport, Link.parse(link) if isinstance(link, str) else link
         )

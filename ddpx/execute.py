@@ -173,7 +173,7 @@ class _MappedPlan:
                 return lambda base: call()
 
     def run(self) -> None:
-        base = self._transport.clock
+        base = self._transport.start()
         self.peer_wait_s, self._longest_s, self.last_peer = 0.0, 0.0, self._transport.rank
         for call in self._calls:
             call(base)

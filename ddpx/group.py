@@ -41,6 +41,8 @@ class Group:
             self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
             return
         self.is_dead: Callable[[int], bool] | None = None  # set by a transport that can tell
+        self._poll: Callable[[], None] | None = None
+        self._place = "outside"
         process_group = process_group or dist.group.WORLD
         assert process_group is not None
         self.process_group = process_group
@@ -64,7 +66,7 @@ class Group:
         """Those of our ranks, on a part of our board called `name`. Only they call it."""
         part = copy.copy(self)
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), [self.ranks[r] for r in ranks]
-        part.is_dead = None
+        part.is_dead = part._poll = None
         if self.world_size > 1:
             part._store = self.store(name)
             part._notes = itertools.count()
@@ -74,6 +76,11 @@ class Group:
         """A part of the board for somebody else's keys."""
         return dist.PrefixStore(prefix, self._store)
 
+    def enter(self, place: str, poll: Callable[[], None] | None) -> None:
+        """From here on gather at `place`, such as an epoch. Who is still elsewhere hears from `poll` why none comes."""
+        if self.world_size > 1:
+            self._place, self._poll, self._notes = place, poll, itertools.count()
+
     def gather(self, topic: str, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective: all ranks call it, in the same order and with one `topic`.
 
@@ -81,7 +88,7 @@ class Group:
         """
         if self.world_size == 1:
             return [value]
-        note = f"note/{next(self._notes)}"
+        note = f"note/{self._place}/{next(self._notes)}"
         keys = [f"{note}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], pickle.dumps((topic, value)))  # type: ignore[arg-type]
         deadline = time.monotonic() + self.timeout_s
@@ -123,6 +130,8 @@ class Group:
         message = self.announced()
         if message is not None:
             raise PeerFailed(message)
+        if self._poll is not None:
+            self._poll()
         if self.is_dead is None:
             return
         for rank, key in enumerate(keys):

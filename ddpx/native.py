@@ -133,7 +133,7 @@ class NativePlan:
 
     def run(self) -> None:
         transport, count = self._transport, self._count
-        base = transport.clock
+        base = transport.start()
         outcome = self._outcome
         outcome.wait_ns, outcome.longest_ns, outcome.last_peer = 0, 0, transport.rank
         header = transport.header()

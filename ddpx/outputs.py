@@ -1,6 +1,5 @@
 """Find the tensors in whatever a module returns."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,24 +8,28 @@ from torch import Tensor, nn
 LEAVES = (str, bytes, int, float, complex, type, nn.Module)
 
 
-def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists, dicts, dataclasses and objects with attributes."""
-    seen = set() if _seen is None else _seen
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, LEAVES) or id(value) in seen:
-        return
-    seen.add(id(value))
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None and not isinstance(value, LEAVES) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += _children(value)
+
+
+def _children(value: Any) -> list[Any]:
+    """What hangs on a value: its elements and its attributes (a dataclass's fields are); a container may have both."""
+    children: list[Any] = []
     if isinstance(value, Mapping):
-        children: Any = value.values()
+        children += value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
-        children = value
-    elif dataclasses.is_dataclass(value):
-        children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__"):
-        children = vars(value).values()
-    else:
-        children = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    for child in list(children):
-        yield from tensors_in(child, seen)
+        children += value
+    children += getattr(value, "__dict__", {}).values()
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        children += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    return children

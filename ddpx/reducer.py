@@ -36,7 +36,7 @@ from ddpx.execute import Plan
 from ddpx.phases import PhaseBoard
 from ddpx.sparse import SparseMean
 from ddpx.stats import BucketStats, PhaseTimes, StepStats
-from ddpx.transport import IN_BACKWARD
+from ddpx.transport import IN_BACKWARD, header_of
 
 Mode = Literal["naive", "bucketed", "overlapped"]
 NonFinite = Literal["ignore", "warn", "error"]
@@ -92,6 +92,7 @@ class Round:
     arrivals: list[int] = field(default_factory=list)
     small: list[Slot] = field(default_factory=list)  # arrived, and to be written together
     shadow: bool = False  # this rank has no inputs and brings zeros
+    lays_out: bool = False  # in this round the arena is laid out
 
 
 NO_TASK = -1
@@ -130,6 +131,8 @@ class Reducer:
         self.rounds = 0
         self.expects_backward_anywhere = False
         self.has_local = False  # some slot may have gradients that no round has reduced
+        self._older: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._early_task, self._early = NO_TASK, list[Slot]()  # gradients of a backward that is no round yet
         self.is_alone = True  # no other live wrapper reduces the same parameters
         self.joining = False  # inside a join context, where ranks without inputs have old parameters
         self.forward_s = 0.0  # spent in forwards since the last round, without waiting for buffers
@@ -191,8 +194,14 @@ class Reducer:
         for slot in self.slots:
             for hook in (slot.param._post_accumulate_grad_hooks or {}).values():
                 other = getattr(hook, "ddpx_reducer", _nobody)()
-                if other is not None and other._handles:
+                if other is not None and other is not self and other._handles:
                     other.is_alone = self.is_alone = False
+                    self._older.add(other)
+                    other._older.add(self)
+
+    def _others(self) -> "list[Reducer]":
+        """Live reducers of other wrappers that share parameters with this one."""
+        return [] if self.is_alone else list(self._older)
 
     @property
     def rank(self) -> int:
@@ -205,7 +214,7 @@ class Reducer:
         if self._phases is not None:
             self._phases.settle()
         self.epoch += 1
-        self.communicator.begin(self.epoch, kind | self.forwards)
+        self.communicator.begin(self.epoch, header_of(kind, self.rounds, self.forwards))
         if kind == IN_BACKWARD:
             self.forwards = 0
         return self.epoch
@@ -252,7 +261,19 @@ class Reducer:
     def _begin(self, task: int) -> None:
         if self._round is not None:
             self._abandon("a backward began before the last one had ended")
+        if any(other._round is not None for other in self._others()):
+            message = (
+                f"rank {self.rank}: two DDPX wrappers reduce parameter {self.slots[0].name} or another one in the same "
+                "backward, which would average it twice. Wrap the module that holds both, once."
+            )
+            self.fail_outside(message)
+            raise Error(message)
         self._open(task)
+        if self._early_task == task:  # used outside the module, behind its output: their gradients came first
+            assert self._round is not None
+            for slot in self._early:
+                self._arrive(self._round, slot)
+        self._early_task, self._early = NO_TASK, []
         torch.autograd.Variable._execution_engine.queue_callback(_RoundEnd(self, self.epoch))
 
     def _open(self, task: int) -> None:
@@ -291,6 +312,9 @@ class Reducer:
         if current is None:
             if not self.expects_backward_anywhere:
                 slot.local = self.has_local = True
+                if self._early_task != task:
+                    self._early_task, self._early = task, []
+                self._early.append(slot)
                 return
             self._begin(task)
             current = self._round
@@ -307,16 +331,23 @@ class Reducer:
                 slot.nested = True
                 current.arrivals.append(slot.index)
             return
+        self._arrive(current, slot)
+
+    def _arrive(self, current: Round, slot: Slot) -> None:
+        """The gradient of `slot` is complete, as far as this backward goes."""
         if slot.nested or slot.arrived:
             return
         current.arrivals.append(slot.index)
         if not self._rehearsed:
             return
+        if _has_foreign_hook(slot.param):
+            slot.nested = True  # a user's hook may still change it in place, so it is written when backward has ended
+            return
         slot.arrived = True
         if slot.is_small and self._writes_together:
             current.small.append(slot)
         else:
-            self._write(slot, param.grad)
+            self._write(slot, slot.param.grad)
         for number in slot.buckets:
             bucket = self.buckets[number]
             bucket.missing -= 1
@@ -422,6 +453,7 @@ class Reducer:
         ended_s = time.perf_counter()
         try:
             if not self._rehearsed:
+                current.lays_out = True
                 self._lay_out(current.arrivals)
                 self._write_arrivals(current)
             elif current.small:
@@ -637,6 +669,8 @@ class Reducer:
         self._fail(f"rank {self.rank} failed in its backward: {reason}. Its own output says more.")
 
     def _fail(self, message: str) -> None:
+        if self._round is not None and self._round.lays_out:
+            self._rehearsed = False  # some ranks may have got there and others not: all do it again
         self._round = None
         if self._replicas is not None:
             self._replicas.forget()
@@ -793,6 +827,12 @@ def _gradient_hook(reducer: "weakref.ref[Reducer]", slot: Slot) -> Callable[[Ten
 
     hook.ddpx_reducer = reducer  # type: ignore[attr-defined]
     return hook
+
+
+def _has_foreign_hook(param: Parameter) -> bool:
+    """Whether somebody else's hook runs after ours on each gradient of `param`."""
+    hooks = param._post_accumulate_grad_hooks
+    return len(hooks) > 1 and any(not hasattr(hook, "ddpx_reducer") for hook in hooks.values())
 
 
 def _nobody() -> None:

@@ -37,7 +37,7 @@ class Stream(Protocol):
 
     def cancel(self, timeout_s: float) -> bool: ...
 
-    def close(self) -> None: ...
+    def close(self) -> bool: ...
 
 
 POLL_S = 0.1
@@ -106,11 +106,16 @@ class ThreadStream:
             return False
         return True
 
-    def close(self) -> None:
-        """End the thread after what it still has to do, such as the part of a small plan that a slower peer needs."""
+    def close(self) -> bool:
+        """End the thread after what it still has to do, such as the part of a small plan that a slower peer needs.
+
+        Whether it has ended, within a second.
+        """
         self._line.tasks.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+        if threading.current_thread() is self._thread:  # where the garbage collector may call from
+            return True
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
 
 
 class _Line:
@@ -183,8 +188,9 @@ class CudaStream:
         """Nothing to drop: tasks are on the device as soon as they are submitted."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """The stream goes with its last reference."""
+        return True
 
 
 def open_stream(device: torch.device) -> Stream:

@@ -112,7 +112,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "pytest", "ddpx"])
+        # torch._dynamo, since optimizers import it, which takes each process seconds otherwise
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest", "ddpx"])
         self._folder = tempfile.TemporaryDirectory(prefix="ddpx-ranks-")
         store = os.path.join(self._folder.name, "store")
         with _no_main():

@@ -96,6 +96,9 @@ class MappedTransport(Protocol):
     def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """For a slice of a tensor from `empty`: each rank's same slice, in rank order; peers' are for reading alone."""
 
+    def start(self) -> int:
+        """The clock as a plan starts. Raises what ended an earlier one of this epoch: its clock would be misread."""
+
     def publish(self, clock: int) -> None:
         """Set this rank's clock, after all its earlier writes, and wake who waits for it."""
 
@@ -105,9 +108,15 @@ class MappedTransport(Protocol):
     def close(self) -> None: ...
 
 
-# What an epoch is for, in the upper half of its header; the lower half counts training forwards.
+# What an epoch is for, in the upper half of its header. The lower half counts, in 16 bits each, synchronised backwards
+# that ended well and training forwards since the last one.
 IN_FORWARD = 1 << 32
 IN_BACKWARD = 2 << 32
+
+
+def header_of(kind: int, backwards: int, forwards: int) -> int:
+    """The header of an epoch of that kind."""
+    return kind | (backwards & 0xFFFF) << 16 | min(forwards, 0xFFFF)
 
 
 def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
@@ -119,7 +128,14 @@ def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
             f"ranks are out of step: rank {rank} {kinds[0]}, while rank {peer} {kinds[1]}. "
             "Each rank has to run the same forwards and backwards in the same order."
         )
-    counts = [header & 0xFFFFFFFF for header in (mine, theirs)]
+    backwards = [header >> 16 & 0xFFFF for header in (mine, theirs)]
+    if backwards[0] != backwards[1]:
+        return (
+            f"ranks are out of step: rank {rank} has ended {backwards[0]} synchronised backwards and rank {peer} "
+            f"{backwards[1]}. One of them failed when the other was through, so their weights may differ by now: "
+            "start again from a checkpoint."
+        )
+    counts = [header & 0xFFFF for header in (mine, theirs)]
     return (
         f"ranks are out of step: since the last synchronised backward, rank {rank} made {counts[0]} training "
         f"forward(s) and rank {peer} made {counts[1]}. Each rank has to run backward for the same forwards; "

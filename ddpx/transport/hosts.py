@@ -30,10 +30,12 @@ class Hosts:
 
     def begin(self, epoch: int, header: int) -> None:
         self.local.begin(epoch, header)
+        self.local.group.enter(f"epoch {epoch}", self.poll)
         self.between.begin(epoch, header)
 
     def fail(self, message: str) -> None:
         self.local.fail(message)
+        self.local.group.enter(f"after epoch {self.between.epoch}", None)
         self.between.fail(message)
 
     def disconnect(self) -> None:

@@ -1,29 +1,35 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 Our messages travel on connections of our own, so they never interleave with the user's collectives. A wait inside gloo
-can't be interrupted; it ends when the peer's connection closes or at the deadline. So a rank that fails first writes
-its words on the board and then closes its connections, and whoever loses one reads the board before blaming anybody.
+ends when the message came, when a connection closes or at the deadline. So a rank that fails first writes its words on
+the board and then closes its connections, and whoever loses one reads the board before blaming anybody.
 """
 
 import contextlib
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ddpx.errors import DeadlineExceeded, Mismatch, PeerFailed, PeerLost
+from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
 from ddpx.group import Group
 from ddpx.transport import Landings, header_mismatch
 
 Message = tuple[int, torch.Tensor]  # (peer, flat tensor)
+NO_TAG = 0x7FFFFFFE  # of a message that nobody sends
+AT_ONCE = datetime.timedelta(milliseconds=1)
 BOARD_S = 0.1  # how long to look for a failing rank's words after a connection closed; they are written before it
 
 
-class _Works(Protocol):
+class _Work(Protocol):
     def wait(self) -> object: ...
+
+
+_Start = tuple[int, Callable[[], _Work]]  # (peer, what posts a message with it): whom to name when posting fails
 
 
 class ProcessGroup:
@@ -40,13 +46,32 @@ class ProcessGroup:
         self.last_peer = self.rank
         self.tag = 0  # messages of different tags don't meet (over gloo), so that calls of different sizes can't either
         self.landings = Landings()
+        self._failed_epoch = -2  # the last one in which this rank failed
+        self._heard_of: int | None = None  # the epoch of the failure that `poll` last told of
+        self._name = "messages"  # of the connections on the board
         self._header: torch.Tensor | None = None
-        self._connections: _Gloo | _Nccl | None = self._connect()
+        self._refused: Error | None = None  # why no message passes in this epoch
+        self._connections: _Gloo | _Nccl | None = None
+        self._connect()
+        if self._refused is not None:
+            raise self._refused
 
-    def _connect(self) -> "_Gloo | _Nccl":
-        if self.device.type == "cuda":
-            return _Nccl(self.group, self.device)
-        return _Gloo(self.group, f"messages/{self.epoch}")
+    def _connect(self) -> None:
+        """Make connections with all peers, or keep the reason why not for who needs them."""
+        try:
+            message = self.group.announced()
+            if message is not None:  # for good: nobody would be there
+                raise PeerFailed(message)
+            is_cuda = self.device.type == "cuda"
+            self._connections = _Nccl(self.group, self.device) if is_cuda else _Gloo(self.group, self._name)
+            # Nobody may close a connection, by failing again, before everybody has all of them: gloo would wait for it.
+            self.group.gather("connected", None)
+        except Error as error:
+            self._refused = error
+        except RuntimeError as error:  # a peer that failed meanwhile, for example
+            late = f"rank {self.rank} waited {self.timeout_s:.0f} s for its peers to connect; not all of them came."
+            gone = f"a peer of rank {self.rank} is gone: it closed its connection while they were being made."
+            self._refused = self._explain(str(error), late, gone)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -64,44 +89,49 @@ class ProcessGroup:
         if not sends and not receives:
             return
         connections = self._connections
+        if self._refused is not None:
+            raise self._refused
         if connections is None:
             raise PeerFailed(f"rank {self.rank} has closed its connections after a failure")
         peer = self.rank
         try:
-            longest_s = 0.0
-            for peer, work in connections.post(sends, receives, self.tag):
+            works, longest_s = [], 0.0
+            for peer, start in connections.starts(sends, receives, self.tag):
+                works.append((peer, start()))
+            for peer, work in works:
                 before = time.perf_counter()
                 work.wait()
                 waited_s = time.perf_counter() - before
                 if waited_s > longest_s:
                     longest_s, self.last_peer = waited_s, peer
         except RuntimeError as error:
-            raise self._explain(peer, str(error)) from error
+            late = (
+                f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which did not come. "
+                "It may be in other code, or make fewer steps than its peers."
+            )
+            gone = (
+                f"rank {peer} is gone: its connection to rank {self.rank} closed while rank {self.rank} waited for it. "
+                "Its own output says why; the job has to be started again."
+            )
+            self._refused = self._explain(str(error), late, gone)
+            raise self._refused from error
+        if connections is not self._connections:
+            raise PeerFailed(f"rank {self.rank} has closed its connections after a failure")
         self.bytes_sent += sum(flat.nbytes for _, flat in sends)
         self.bytes_received += sum(flat.nbytes for _, flat in receives)
 
-    def _explain(self, peer: int, text: str) -> Exception:
-        """What really happened when a message did not pass: an announced failure, a lost rank, or a deadline."""
+    def _explain(self, text: str, late: str, gone: str) -> Error:
+        """What really happened when a message did not pass: an announced failure, a deadline, or a lost rank."""
         until = time.monotonic() + BOARD_S
         while True:
             try:
                 self.poll()
             except PeerFailed as failure:
                 return failure
-            except Exception:  # The store is gone, and most likely rank 0 with it.
-                break
             if time.monotonic() > until:
                 break
             time.sleep(0.02)
-        if "imed out" in text:
-            return DeadlineExceeded(
-                f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which did not come. "
-                "It may be in other code, or make fewer steps than its peers."
-            )
-        return PeerLost(
-            f"rank {peer} is gone: its connection to rank {self.rank} closed while rank {self.rank} waited for it. "
-            "Its own output says why; the job has to be started again."
-        )
+        return DeadlineExceeded(late) if "imed out" in text or "imeout" in text else PeerLost(gone)
 
     # Epochs and failures
 
@@ -111,9 +141,9 @@ class ProcessGroup:
         Equality round the ring is equality of all; whoever finds a difference announces it. On CUDA the host would
         have to wait for the value, so there it is not compared.
         """
-        self.epoch = epoch
+        self.epoch, self._heard_of, self._refused = epoch, None, None
         if self._connections is None:
-            self._connections = self._connect()
+            self._connect()
         if self.device.type != "cuda" and self.world_size > 1:
             self._header = torch.tensor([epoch, header])
 
@@ -122,24 +152,41 @@ class ProcessGroup:
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         self._exchange([(after, mine)], [(before, theirs)])
         if not torch.equal(mine, theirs):
-            raise Mismatch(header_mismatch(self.rank, int(mine[1]), before, int(theirs[1])))
+            message = header_mismatch(self.rank, int(mine[1]), before, int(theirs[1]))
+            if mine[0] != theirs[0]:  # they will never meet again
+                self.group.announce(message)
+            raise Mismatch(message)
 
     def fail(self, message: str) -> None:
         """Tell everybody that this rank failed in its present epoch, and why."""
+        broken = self.epoch if self._heard_of is None else self._heard_of
+        self._heard_of = None
+        self._name = f"messages after {broken}"  # the same for those who failed there and those who hear of it later
+        self._failed_epoch = self.epoch
         self.group.announce(message, self.epoch)
 
     def disconnect(self) -> None:
-        """Close our connections, once nothing here waits on them: that ends our peers' waits. `begin` reconnects."""
-        self._connections = None
+        """Close our connections, which ends our own waits and our peers'. `begin` reconnects."""
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
 
     def poll(self) -> None:
-        for epoch in (self.epoch, self.epoch - 1):  # a peer may have failed at the very end of the last one
-            message = self.group.announced(epoch)
+        """Raise PeerFailed if a rank failed in the present epoch, or for good."""
+        epochs = [self.epoch, -1]
+        if self._failed_epoch != self.epoch - 1:  # a peer may have failed at the very end of it, when we were through
+            epochs.append(self.epoch - 1)
+        for epoch in epochs:
+            try:
+                message = self.group.announced(epoch)
+            except RuntimeError:  # The store is gone, and most likely rank 0 with it: its connections speak.
+                return
             if message is not None:
+                self._heard_of = epoch
                 raise PeerFailed(message)
 
     def close(self) -> None:
-        self._connections = None
+        self.disconnect()
 
 
 class _Gloo:
@@ -151,11 +198,22 @@ class _Gloo:
 
     def __init__(self, group: Group, prefix: str) -> None:
         timeout = datetime.timedelta(seconds=group.timeout_s)
+        self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self._gloo: Any = dist.ProcessGroupGloo(group.store(prefix), group.rank, group.world_size, timeout)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[tuple[int, _Works]]:
-        works = [(peer, self._gloo.recv([flat], peer, tag)) for peer, flat in receives]
-        return works + [(peer, self._gloo.send([flat], peer, tag)) for peer, flat in sends]
+    def starts(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[_Start]:
+        starts: list[_Start] = [(peer, partial(self._gloo.recv, [flat], peer, tag)) for peer, flat in receives]
+        return starts + [(peer, partial(self._gloo.send, [flat], peer, tag)) for peer, flat in sends]
+
+    def close(self) -> None:
+        """End every wait, here and at our peers: gloo closes all connections when one wait runs into its time limit."""
+        for peer in self._peers:  # the first whose connection has not been closed already
+            try:
+                work = self._gloo.recv([torch.empty(1)], peer, NO_TAG)
+            except RuntimeError:
+                continue
+            with contextlib.suppress(RuntimeError):
+                work.wait(AT_ONCE)
 
 
 class _Nccl:
@@ -171,13 +229,27 @@ class _Nccl:
             device_id=device,
         )
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[tuple[int, _Works]]:
+    def starts(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[_Start]:
         operations = [dist.P2POp(dist.irecv, flat, self._ranks[peer], self._group) for peer, flat in receives]
         operations += [dist.P2POp(dist.isend, flat, self._ranks[peer], self._group) for peer, flat in sends]
         peer = (receives or sends)[0][0]
-        return [(peer, work) for work in dist.batch_isend_irecv(operations)]
+        return [(peer, partial(_Batch, operations))]
+
+    def close(self) -> None:
+        """Nothing: a device that waits for a lost peer is ended by NCCL's own watchdog."""
 
     def __del__(self) -> None:
         if dist.is_initialized():
             with contextlib.suppress(Exception):  # Already gone with the default group.
                 dist.destroy_process_group(self._group)
+
+
+class _Batch:
+    """All messages of a step, posted together."""
+
+    def __init__(self, operations: list[dist.P2POp]) -> None:
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

@@ -37,8 +37,13 @@ from ddpx.transport import header_mismatch
 LINE = 128  # bytes: two cache lines, since processors fetch them in pairs
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
-TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, SLEEP_AT, TEXT_AT = (LINE * line for line in range(6))
+TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, SLEEP_AT, TEXT_AT = (
+    *(LINE * line for line in range(5)),
+    PAGE_BYTES,
+)
 HEADERS = 4  # epochs whose headers stand on a page; a peer is never more than one or two ahead
+FAILURES = LINE // 8  # epochs whose failures do; a peer gets ahead by failing again and again
+TEXT_BYTES = 4096  # words of one failure
 SPIN_S = 30e-6
 SLICE_S = 0.05  # the longest sleep between two looks at the peers
 MAX_TICKS = 1 << 32
@@ -124,9 +129,9 @@ class _ControlPage:
     def clock(self) -> int:
         return self.words[CLOCK_AT // 8]
 
-    @property
-    def failed_epoch(self) -> int:
-        return self.words[FAILED_AT // 8]
+    def failed(self, epoch: int) -> bool:
+        """Whether its rank failed in `epoch`; or in a later one so far ahead that it must have."""
+        return self.words[FAILED_AT // 8 + epoch % FAILURES] > epoch
 
     def header(self, epoch: int) -> int | None:
         """What its rank entered `epoch` with; None when that is not known, or no longer."""
@@ -144,15 +149,17 @@ class _ControlPage:
         self.words[at] = header
         self.words[at + 1] = epoch
 
-    @property
-    def text(self) -> str:
-        (length,) = struct.unpack_from("<Q", self.segment.memory, TEXT_AT)
-        return bytes(self.segment.memory[TEXT_AT + 8 : TEXT_AT + 8 + length]).decode(errors="replace")
+    def text(self, epoch: int) -> str:
+        at = TEXT_AT + epoch % FAILURES * TEXT_BYTES
+        (length,) = struct.unpack_from("<Q", self.segment.memory, at)
+        return bytes(self.segment.memory[at + 8 : at + 8 + length]).decode(errors="replace")
 
-    def write_text(self, text: str) -> None:
-        encoded = text.encode()[: PAGE_BYTES - TEXT_AT - 8]
-        self.segment.memory[TEXT_AT + 8 : TEXT_AT + 8 + len(encoded)] = encoded
-        struct.pack_into("<Q", self.segment.memory, TEXT_AT, len(encoded))
+    def write_failure(self, epoch: int, text: str) -> None:
+        at = TEXT_AT + epoch % FAILURES * TEXT_BYTES
+        encoded = text.encode()[: TEXT_BYTES - 8]
+        self.segment.memory[at + 8 : at + 8 + len(encoded)] = encoded
+        struct.pack_into("<Q", self.segment.memory, at, len(encoded))
+        self.words[FAILED_AT // 8 + epoch % FAILURES] = epoch + 1
 
 
 class SharedMemory:
@@ -168,10 +175,11 @@ class SharedMemory:
         self.clock = 0
         self.bytes_read = 0  # from peers, counted by the plans as they run
         self.last_peer = self.rank  # the peer that the last blocking wait was for
+        self._failure: Error | None = None  # what ended a plan in this epoch
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
         token = secrets.token_bytes(16)
-        own = Segment.create(PAGE_BYTES)
+        own = Segment.create(TEXT_AT + FAILURES * TEXT_BYTES)
         own.memory[TOKEN_AT : TOKEN_AT + 16] = token
         segments = self._share("control page", own, host_id(), token)
         self._pages = [_ControlPage(segment) for segment in segments]
@@ -242,19 +250,19 @@ class SharedMemory:
         """Enter an epoch. `header` is what all ranks must have in common in it; peers compare on their first wait."""
         self._own.write_header(epoch, header)
         self.clock = epoch << 32
+        self._failure = None
 
     def fail(self, message: str) -> None:
         """Tell everybody that this rank failed in its present epoch, and why."""
-        self._own.write_text(message)
-        self._own.words[FAILED_AT // 8] = (self.clock >> 32) + 1
+        self._own.write_failure(self.clock >> 32, message)
         self._wake()
 
     def poll(self) -> None:
         """Raise PeerFailed if a rank failed in the present epoch; this one too, so that its own waits end."""
         epoch = self.clock >> 32
         for page in self._pages:
-            if page.failed_epoch == epoch + 1:
-                raise PeerFailed(page.text)
+            if page.failed(epoch):
+                raise PeerFailed(page.text(epoch))
 
     def absent(self) -> list[int]:
         """The ranks that have not entered this rank's present epoch."""
@@ -283,7 +291,19 @@ class SharedMemory:
         if _FUTEX_CALL is not None:  # always: Python has no fence between the clock's write and a look at who sleeps
             _libc.syscall(_FUTEX_CALL, ctypes.c_void_p(self._own.clock_address), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
 
+    def start(self) -> int:
+        if self._failure is not None:
+            raise self._failure
+        return self.clock
+
     def wait(self, peer: int, clock: int) -> None:
+        try:
+            self._wait(peer, clock)
+        except Error as error:
+            self._failure = error
+            raise
+
+    def _wait(self, peer: int, clock: int) -> None:
         words = self._pages[peer].words
         at = CLOCK_AT // 8
         if words[at] < clock:
