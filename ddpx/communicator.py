@@ -6,6 +6,7 @@ as the reducer's buckets do, and the six collectives of torch.distributed on ten
 communicator for one of them: they number their steps differently.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -64,8 +65,8 @@ class Communicator:
 
     `group`: a ProcessGroup, a dimension of a DeviceMesh, or None for the world. `algorithm` (of all-reduce) and
     `transport` are names or "auto"; `link` emulates a slow network on top; `timeout_s` is the deadline of every wait,
-    by default the process group's. With `check`, ranks agree on each call before it starts, which costs milliseconds;
-    without it, on each new one, and shared memory compares the others as it goes.
+    by default the process group's. With `check`, or DDPX_CHECK=1 in the environment, ranks agree on each call before it
+    starts, which costs milliseconds; without it, on each new one, and shared memory compares the others as it goes.
 
     Methods are named and behave like torch.distributed's; `op` is a ReduceOp or sum, avg, max, min, product. Each
     takes an `algorithm` of its own collective. All ranks of the group make the same calls in the same order, or get
@@ -95,7 +96,7 @@ class Communicator:
         self.link = link
         self.stream = open_stream(self.device)
         self.transport = None if self.group.world_size == 1 else _open_transport(self.group, self.device, transport)
-        self._calls = Calls(self, check)
+        self._calls = Calls(self, check or os.environ.get("DDPX_CHECK", "0") != "0")
         self._arenas: dict[int, torch.Tensor] = {}  # where user's tensors may be reduced in place, by number
         self._arenas_made = 0
         self._epoch = 0
