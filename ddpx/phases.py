@@ -10,7 +10,7 @@ import contextlib
 import torch
 
 from ddpx.communicator import Communicator
-from ddpx.errors import Error
+from ddpx.errors import DeadlineExceeded, PeerFailed, PeerLost
 from ddpx.stats import PHASES, PhaseTimes
 from ddpx.stream import Pending
 
@@ -37,11 +37,14 @@ class PhaseBoard:
         self._known = True
 
     def settle(self) -> None:
-        """Wait for what is under way, before the next epoch begins. If it failed, that epoch will say so itself."""
+        """Wait for what is under way, before the next epoch begins. If a peer failed, that epoch will say so itself.
+
+        Raises DeadlineExceeded for a peer that did not come: waiting for it once is enough.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._known = False
-            with contextlib.suppress(Error):
+            with contextlib.suppress(PeerLost, PeerFailed):
                 self._communicator.wait(pending)
                 self._known = True
 
@@ -52,7 +55,8 @@ class PhaseBoard:
 
     def read(self) -> list[PhaseTimes]:
         """All ranks' phases, in rank order; empty before the first round, and when a peer left meanwhile."""
-        self.settle()
+        with contextlib.suppress(DeadlineExceeded):
+            self.settle()
         if not self._known:
             return []
         return [PhaseTimes(*row) for row in self._rows.view(-1, len(PHASES)).tolist()]
