@@ -42,15 +42,18 @@ def scaled_loss(wrapper, inner, x):
     return (wrapper(x) * inner.scale.exp()).pow(2).sum()
 
 
-def parameter_outside_forward(rank, world_size):
-    model = DDPX(WithScale())
+def trains_as_one_process(rank, world_size, **options):
+    model = DDPX(WithScale(), **options)
     for step in range(3):
         model.zero_grad()
         scaled_loss(model, model.module, batch(rank, step)).backward()
-        for param, want in zip(
-            model.parameters(), mean_gradients(WithScale, scaled_loss, world_size, step), strict=True
-        ):
+        wanted = mean_gradients(WithScale, scaled_loss, world_size, step)
+        for param, want in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(param.grad, want)
+
+
+def parameter_outside_forward(rank, world_size):
+    trains_as_one_process(rank, world_size)
 
 
 def hook_after_wrapping(rank, world_size):
@@ -81,14 +84,7 @@ def two_wrappers_in_one_backward(rank, world_size):
 
 
 def different_bucket_sizes(rank, world_size):
-    model = DDPX(WithScale(), bucket_cap_mb=7 if rank else 0.0001)
-    for step in range(2):
-        model.zero_grad()
-        scaled_loss(model, model.module, batch(rank, step)).backward()
-        for param, want in zip(
-            model.parameters(), mean_gradients(WithScale, scaled_loss, world_size, step), strict=True
-        ):
-            torch.testing.assert_close(param.grad, want)
+    trains_as_one_process(rank, world_size, bucket_cap_mb=7 if rank else 0.0001)
 
 
 def grown_parameter(rank, world_size):
