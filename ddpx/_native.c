@@ -212,3 +212,9 @@ int64_t ddpx_run(const operation *operations, int64_t from, int64_t count, uint6
     }
     return count;
 }
+
+/* Which source this was built from, so that a library left from an older one is not called with other operations. */
+#ifndef DDPX_SOURCE
+#define DDPX_SOURCE 0u
+#endif
+uint32_t ddpx_source(void) { return DDPX_SOURCE; }

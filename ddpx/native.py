@@ -7,7 +7,10 @@ and adds n sources in one pass over memory.
 import ctypes
 import importlib.util
 import time
+import warnings
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -41,13 +44,21 @@ class _Outcome(ctypes.Structure):
 
 
 def load() -> ctypes.CDLL | None:
-    """The library built with the package, or None."""
+    """The library built with the package, or None.
+
+    In a checkout it may be older than its source, and would then read operations as they were: it is left alone.
+    """
     spec = importlib.util.find_spec("ddpx._native")
     if spec is None or spec.origin is None:
         return None
     try:
         library = ctypes.CDLL(spec.origin)
     except OSError:
+        return None
+    source = Path(__file__).with_name("_native.c")
+    built_from = getattr(library, "ddpx_source", int)() & 0xFFFFFFFF
+    if source.exists() and built_from != zlib.crc32(source.read_bytes()):
+        warnings.warn(f"{spec.origin} was built from another {source.name}: install ddpx again", stacklevel=2)
         return None
     library.ddpx_run.restype = ctypes.c_int64
     library.ddpx_run.argtypes = (

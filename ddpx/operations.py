@@ -72,6 +72,8 @@ def action(operation: Copy | Combine) -> Callable[[], object]:
     combine = OPERATIONS[operation.operation]
     wide = out.dtype in HALVES
     block = max(1, BLOCK_BYTES // (4 if wide else out.element_size()))
+    if out.device.type != "cpu":
+        block = max(1, out.numel())  # there each block would be kernels of its own
     length = min(block, out.numel())
     accumulator = torch.empty(length, dtype=torch.float32 if wide else out.dtype, device=out.device)
     operand = torch.empty(length if wide else 0, dtype=torch.float32, device=out.device)

