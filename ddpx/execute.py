@@ -57,7 +57,7 @@ def compile_plan(
     bounds = list(places) if places is not None else chunk_bounds(flat.numel(), schedule.chunks)
     if flat.dtype in HALVES and schedule.world_size > 2 and partial_sums_travel(schedule):
         # Partial sums travel in fp32, so that each result is rounded once whatever the number of ranks.
-        wide = transport.empty(flat.numel(), torch.float32, flat.device)
+        wide = _scratch(transport, flat)
         return _WidenedPlan(flat, wide, compile_plan(schedule, transport, wide, operation, link, bounds, compiled))
     if isinstance(transport, Hosts):
         parts: list[Plan] = []
@@ -72,6 +72,15 @@ def compile_plan(
         plan.bytes_read = _bytes_read(transport, flat, operations)
         return plan
     return _MessagePlan(schedule, transport, flat, operation, link, bounds)
+
+
+def _scratch(transport: MessageTransport | MappedTransport | Hosts, flat: torch.Tensor) -> torch.Tensor:
+    """fp32 memory as long as `flat`. Plans run one at a time, so all of a transport share it."""
+    scratch = transport.scratch
+    if scratch is None or scratch.numel() < flat.numel():
+        numel = max(flat.numel(), 2 * scratch.numel() if scratch is not None else 0)
+        scratch = transport.scratch = transport.empty(numel, torch.float32, flat.device)
+    return scratch[: flat.numel()]
 
 
 def _span(bounds: Sequence[tuple[int, int]], move: Move) -> tuple[int, int]:

@@ -296,6 +296,28 @@ def test_half_precision_is_added_in_fp32_and_rounded_once(ranks, transport: str,
     assert ranks(world_size).run(sum_halves, transport) == [[]] * world_size
 
 
+def test_plans_on_halves_share_one_scratch(ranks) -> None:
+    assert ranks(3).run(scratch_sizes) == [[64, 300, 600, 600]] * 3
+
+
+def scratch_sizes(rank: int, world_size: int) -> list[int]:
+    """Elements of the scratch after plans on buffers of several sizes, all of which still run."""
+    sizes, plans = [], []
+    schedule = build("all_reduce", "ring", world_size)
+    with opened(INTERPRETED) as transport:
+        for numel in (64, 300, 310, 20):
+            flat = transport.empty(numel, torch.bfloat16, CPU)
+            plans.append((flat, compile_plan(schedule, transport, flat)))
+            sizes.append(transport.scratch.numel())
+        for turn in range(3):
+            for flat, plan in plans:
+                flat.copy_(integers(rank, flat.numel(), torch.bfloat16, turn))
+                plan.run()
+                expected = sum(integers(peer, flat.numel(), torch.bfloat16, turn) for peer in range(world_size))
+                assert torch.equal(flat, expected), turn
+    return sizes
+
+
 @pytest.mark.parametrize("transport", [INTERPRETED, MESSAGES])
 def test_broadcast_and_reduce_work_for_every_root(ranks, transport: str) -> None:
     cases = 2 * 3 * sum(len(ALGORITHMS[collective]) for collective in ("broadcast", "reduce"))

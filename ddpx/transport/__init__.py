@@ -64,6 +64,7 @@ class MessageTransport(Protocol):
     rank: int
     world_size: int
     landings: Landings
+    scratch: torch.Tensor | None  # fp32, from `empty`; see ddpx.execute
     bytes_sent: int
     bytes_received: int
     last_peer: int  # whom the longest wait of the last step was for
@@ -88,6 +89,7 @@ class MappedTransport(Protocol):
     rank: int
     world_size: int
     clock: int
+    scratch: torch.Tensor | None  # fp32, from `empty`; see ddpx.execute
     bytes_read: int  # from peers, counted by the plans as they run
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ class Hosts:
         self.group = group
         self.nodes = nodes
         self.rank, self.world_size = group.rank, group.world_size
+        self.scratch: torch.Tensor | None = None
         mine = next(number for number, node in enumerate(nodes) if group.rank in node)
         self.local = SharedMemory(group.subgroup(nodes[mine], f"host/{mine}"))
         self.between = ProcessGroup(group, torch.device("cpu"))

@@ -46,6 +46,7 @@ class ProcessGroup:
         self.last_peer = self.rank
         self.tag = 0  # messages of different tags don't meet (over gloo), so that calls of different sizes can't either
         self.landings = Landings()
+        self.scratch: torch.Tensor | None = None
         self._failed_epoch = -2  # the last one in which this rank failed
         self._heard_of: int | None = None  # the epoch of the failure that `poll` last told of
         self._name = "messages"  # of the connections on the board

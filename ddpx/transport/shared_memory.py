@@ -175,6 +175,7 @@ class SharedMemory:
         self.clock = 0
         self.bytes_read = 0  # from peers, counted by the plans as they run
         self.last_peer = self.rank  # the peer that the last blocking wait was for
+        self.scratch: torch.Tensor | None = None
         self._failure: Error | None = None  # what ended a plan in this epoch
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
@@ -368,6 +369,7 @@ class SharedMemory:
                 os.close(fd)
         self._pidfds = {}
         self._arenas = []
+        self.scratch = None
 
 
 class _Timespec(ctypes.Structure):
