@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run
 from torch import Tensor, nn
 
 import ddpx
@@ -350,26 +351,22 @@ def dropped(rank: int, world_size: int, transport: str) -> list[tuple[int, int, 
     """After each of several wrappers was made, used and dropped: shared mappings, threads of ours, open files."""
     import os
 
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:ddpx")
-
     counts = []
-    before = mapped()  # what earlier tests in this process have left behind, such as a failed round's traceback
     for turn in range(5):
         model = DDPX(WithBuffers(0), transport=transport)
         for _ in range(1 + turn % 2):  # also one that never ran a second round
             model(torch.zeros(1, 3)).sum().backward()
         del model
         gc.collect()
-        mappings = mapped() - before
+        mappings = Path("/proc/self/maps").read_text().count("memfd:ddpx")
         threads = sum(thread.name.startswith("ddpx") for thread in threading.enumerate())
         counts.append((mappings, threads, len(os.listdir("/proc/self/fd"))))
     return counts
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_dropped_wrapper_leaves_no_memory_no_thread_and_no_open_file(ranks, transport: str) -> None:
-    for counts in ranks(2).run(dropped, transport):
+def test_a_dropped_wrapper_leaves_no_memory_no_thread_and_no_open_file(transport: str) -> None:
+    for counts in run(dropped, 2, transport):  # processes of their own, in which no other test has left anything
         mappings, threads, files = zip(*counts)
         assert mappings[-1] == 0
         assert max(threads[2:]) <= 1  # one may be on its way out
