@@ -9,7 +9,8 @@ import hashlib
 import random
 import time
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from processes import Ranks
 from ddpx import native
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.communicator import Communicator
-from ddpx.execute import compile_plan
+from ddpx.execute import bind_mapped, compile_plan
 from ddpx.group import Group
+from ddpx.operations import Hold, Operation
 from ddpx.program import MappedProgram, mapped_programs
 from ddpx.simulate import simulate
 from ddpx.transport import Link
@@ -154,34 +156,30 @@ def other_operations(rank: int, world_size: int, transport_name: str) -> None:
                 assert torch.equal(flat, result), (operation, algorithm)
 
 
-class Dawdling(SharedMemory):
-    """A transport whose rank stops for a random moment wherever that could hurt: before it publishes, after a wait."""
+def with_stops(seed: int, longest_s: float) -> Callable[..., tuple[list[Operation], int]]:
+    """`bind_mapped`, with stops of random length between a plan's operations: after waits, before publications."""
+    generator = random.Random(seed)
 
-    def __init__(self, group: Group, seed: int, longest_s: float) -> None:
-        super().__init__(group)
-        self._random = random.Random(seed)
-        self._longest_s = longest_s
+    def bind(*arguments: Any) -> tuple[list[Operation], int]:
+        operations, ticks = bind_mapped(*arguments)
+        stopping: list[Operation] = []
+        for operation in operations:
+            if generator.random() < 0.3:
+                stopping.append(Hold(generator.random() * longest_s))
+            stopping.append(operation)
+        return stopping, ticks
 
-    def _dawdle(self) -> None:
-        if self._random.random() < 0.3:
-            time.sleep(self._random.random() * self._longest_s)
-
-    def publish(self, clock: int) -> None:
-        self._dawdle()
-        super().publish(clock)
-
-    def wait(self, peer: int, clock: int) -> None:
-        super().wait(peer, clock)
-        self._dawdle()
+    return bind
 
 
 def dawdle_between_plans(rank: int, world_size: int, transport_name: str, rounds: int) -> int:
     """Many small all-reduces back to back with random stops, over two buffers; returns the number of wrong sums."""
     wrong = 0
     generator = random.Random(rank)
-    with opened(transport_name) as transport:
-        if transport_name == INTERPRETED:
-            transport = Dawdling(transport.group, seed=rank, longest_s=0.0005)
+    with (
+        opened(transport_name) as transport,
+        unittest.mock.patch("ddpx.execute.bind_mapped", with_stops(rank, longest_s=0.0005)),
+    ):
         flats = [transport.empty(numel, torch.float32, CPU) for numel in (3, 500)]
         plans = [
             (flat, compile_plan(build("all_reduce", algorithm, world_size), transport, flat))
