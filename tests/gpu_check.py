@@ -32,26 +32,43 @@ LIMIT_S = 240.0
 MODES = ("naive", "bucketed", "overlapped")
 
 
+def dawdle(device: torch.device) -> None:
+    """Keep the current stream busy for some milliseconds, so that whoever does not wait for it comes too early."""
+    if device.type == "cuda":
+        torch.cuda._sleep(20_000_000)  # clock cycles
+    else:
+        time.sleep(0.005)
+
+
 def check_stream_order(device: torch.device) -> str:
-    """A task sees its caller's earlier writes, and the caller sees the task's, many times over."""
+    """A task sees its caller's earlier writes, and the caller sees the task's, many times over.
+
+    The control is what the caller sees without waiting: the result of the turn before.
+    """
     stream = open_stream(device)
     size = 1 << 20
     value, result = torch.zeros(size, device=device), torch.zeros(size, device=device)
-    for turn in range(50):
-        for _ in range(10):
-            value.add_(1.0)
+    early, seen_too_early = torch.zeros(size, device=device), 0
 
-        def task() -> None:
-            result.copy_(value)
-            result.mul_(2.0)
+    def task() -> None:
+        dawdle(device)
+        result.copy_(value)
+        result.mul_(2.0)
 
+    for turn in range(30):
+        before = float(result[0])
+        dawdle(device)
+        value.add_(1.0)
         pending = stream.submit(task)
+        early.copy_(result)
         pending.wait(lambda: None, 60)
         result.add_(1.0)
-        want = 2.0 * 10 * (turn + 1) + 1.0
+        want = 2.0 * (turn + 1) + 1.0
         assert bool((result == want).all()), f"turn {turn}: {result[0].item()} instead of {want}"
+        seen_too_early += bool((early == before).all())
     stream.close()
-    return "50 turns in order"
+    assert seen_too_early > 15, f"without waiting, the caller saw an old result in {seen_too_early} of 30 turns only"
+    return f"30 turns in order; without waiting, {seen_too_early} would not have been"
 
 
 def check_host_does_not_wait(device: torch.device) -> str:
@@ -125,7 +142,7 @@ def check_modes(rank: int, device: torch.device) -> str:
 
 
 def check_trace(rank: int, device: torch.device, folder: Path) -> str:
-    """All buckets' work is in the trace, on a stream (or thread) of its own."""
+    """The sums of the buckets are in the trace, on a stream of their own beside the model's and NCCL's."""
     model = DDPX(make_model(device), bucket_cap_mb=0.1)
     train(model, lambda step: [batch(rank, step, device)], 2)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -141,9 +158,14 @@ def check_trace(rank: int, device: torch.device, folder: Path) -> str:
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     if device.type == "cuda":
         kernels = [event for event in events if event.get("cat") == "kernel"]
-        streams = {event["args"].get("stream") for event in kernels}
-        assert len(streams) > 1, f"all kernels are on one stream: {streams}"
-        return f"{len(kernels)} kernels on {len(streams)} streams"
+        streams: dict[Any, list[str]] = {}
+        for event in kernels:
+            streams.setdefault(event["args"].get("stream"), []).append(event["name"])
+        matrix = [s for s, names in streams.items() if any("gemm" in n or "cutlass" in n for n in names)]
+        nccl = [s for s, names in streams.items() if any("nccl" in n for n in names)]
+        ours = [s for s, names in streams.items() if s not in matrix and any("elementwise" in n for n in names)]
+        assert ours, f"no stream beside the model's adds anything: { ({s: set(n) for s, n in streams.items()}) }"
+        return f"{len(kernels)} kernels: the model's on streams {matrix}, NCCL's on {nccl}, our sums on {ours}"
     stats = model.stats()
     assert stats is not None and stats.communication_s > 0
     threads = {event["tid"] for event in events if event.get("cat") == "cpu_op"}
@@ -160,6 +182,8 @@ def on_rank(rank: int, kind: str, folder: str) -> None:
             NCCL_MNNVL_ENABLE="0",
             NCCL_NVLS_ENABLE="0",
             NCCL_MAX_CTAS="1",
+            NCCL_ALGO="Ring",
+            NCCL_PROTO="Simple",
         )
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
