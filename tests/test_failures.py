@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,13 @@ def batch_of(step: int, rank: int) -> Tensor:
     return torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def wrapped(rank: int, transport: str, **options: Any) -> DDPX:
+    """A model in tiny buckets. Ranks 2k and 2k + 1 count as host k where the transport is "hierarchical"."""
+    host = {"DDPX_HOST_ID": f"host {rank // 2}"} if transport == "hierarchical" else {}
+    with unittest.mock.patch.dict(os.environ, host):
+        return DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport, **options)
+
+
 def assert_right(model: DDPX, world_size: int, step: int) -> None:
     """Gradients are the mean over ranks, to rounding: sums of some 100 numbers below 1 in fp32, 1e-5 at most."""
     reference = Model()
@@ -83,7 +92,7 @@ def assert_right(model: DDPX, world_size: int, step: int) -> None:
 
 def killed_in_backward(rank: int, world_size: int, transport: str, algorithm: str) -> tuple[str, str, float]:
     """Rank 1 dies by SIGKILL in the middle of its third backward; what the others see, and after how long."""
-    model = DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport, algorithm=algorithm)
+    model = wrapped(rank, transport, algorithm=algorithm)
     for step in range(2):
         model.zero_grad()
         model(batch_of(step, rank)).square().sum().backward()
@@ -103,12 +112,19 @@ def killed_in_backward(rank: int, world_size: int, transport: str, algorithm: st
     return "no error", "", 0.0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "tree"])
-def test_a_rank_killed_in_backward_is_named_with_the_bucket_on_all_others(transport: str, algorithm: str) -> None:
-    outcomes = attempt(killed_in_backward, 3, transport, algorithm)
+@pytest.mark.parametrize(
+    ("transport", "algorithm", "world_size"),
+    [
+        *[(transport, algorithm, 3) for transport in TRANSPORTS for algorithm in ("direct", "ring", "tree")],
+        ("hierarchical", "auto", 4),
+    ],
+)
+def test_a_rank_killed_in_backward_is_named_with_the_bucket_on_all_others(
+    transport: str, algorithm: str, world_size: int
+) -> None:
+    outcomes = attempt(killed_in_backward, world_size, transport, algorithm)
     assert outcomes[1].exitcode == -signal.SIGKILL
-    for rank in (0, 2):
+    for rank in set(range(world_size)) - {1}:
         assert outcomes[rank].error is None, outcomes[rank].error
         kind, words, seconds = outcomes[rank].value
         assert kind in ("PeerLost", "PeerFailed"), kind
@@ -247,7 +263,7 @@ def many_failures(rank: int, world_size: int, transport: str, seed: int, rounds:
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     algorithm = shared.choice(["direct", "ring", "tree", "doubling", "halving_doubling"])
     mode = shared.choice(["naive", "bucketed", "overlapped"])
-    model = DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport, algorithm=algorithm, mode=mode)
+    model = wrapped(rank, transport, algorithm=algorithm, mode=mode)
     took = []
     for step in range(rounds):
         failing = {peer: shared.randint(-1, 6) for peer in range(world_size) if shared.random() < 0.3}
@@ -270,8 +286,9 @@ def many_failures(rank: int, world_size: int, transport: str, seed: int, rounds:
     return took
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("transport", "world_size"), [*[(name, n) for name in TRANSPORTS for n in (2, 3)], ("hierarchical", 4)]
+)
 def test_failures_at_random_are_recovered_from_again_and_again(ranks, transport: str, world_size: int) -> None:
     for seed in (1, 2):
         for took in ranks(world_size).run(many_failures, transport, seed, 12, timeout_s=120):
