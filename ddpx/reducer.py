@@ -269,12 +269,12 @@ class Reducer:
             self.fail_outside(message)
             raise Error(message)
         self._open(task)
+        torch.autograd.Variable._execution_engine.queue_callback(_RoundEnd(self, self.epoch))
         if self._early_task == task:  # used outside the module, behind its output: their gradients came first
             assert self._round is not None
             for slot in self._early:
                 self._arrive(self._round, slot)
         self._early_task, self._early = NO_TASK, []
-        torch.autograd.Variable._execution_engine.queue_callback(_RoundEnd(self, self.epoch))
 
     def _open(self, task: int) -> None:
         """A new round, in an epoch of its own; what `_end` closes."""

@@ -14,9 +14,8 @@ from ddpx.trace.advise import advise, size_text
 from ddpx.trace.draw import CLASS_WORDS, CLASSES, COLOURS, DRAWN_RANKS, drawn_steps, make_up, step_lanes
 from ddpx.trace.intervals import Interval, subtract
 from ddpx.trace.report import (
-    SHOWN_ROWS,
-    bandwidth,
     between,
+    collective_cells,
     headline,
     hole_text,
     idle_causes,
@@ -388,23 +387,7 @@ def _holes(run: RunReport) -> str:
 
 def _collectives(run: RunReport) -> str:
     known = transfer_known(run.rows)
-    shown = sorted(run.rows, key=lambda row: -row.exposed_ms)[:SHOWN_ROWS]
-    rows = [
-        [
-            row.label,
-            row.kind,
-            "n/a" if row.size is None else size_text(row.size),
-            f"{row.per_step:g}" if row.per_step == int(row.per_step) else f"{row.per_step:.2f}",
-            f"{row.offset_ms:.2f}",
-            milliseconds(row.duration_ms),
-            *([milliseconds(row.transfer_ms), milliseconds(row.wait_ms)] if known else []),
-            bandwidth(row.algbw),
-            bandwidth(row.busbw),
-            milliseconds(row.exposed_ms),
-        ]
-        for row in run.rows
-        if row in shown
-    ]
+    rows = collective_cells(run, known)
     note = (
         "Means over steps and ranks, ms. algbw = bytes / time; busbw counts what crosses each link, as nccl-tests does."
     )

@@ -132,6 +132,27 @@ def transfer_known(rows: list[Row]) -> bool:
     return bool(rows) and all(row.transfer_ms is not None for row in rows)
 
 
+def collective_cells(run: RunReport, known: bool) -> list[list[str]]:
+    """The table of collectives, the most exposed of them in order of time; `known`: with transfer and wait apart."""
+    shown = sorted(run.rows, key=lambda row: -row.exposed_ms)[:SHOWN_ROWS]
+    return [
+        [
+            row.label,
+            row.kind,
+            "n/a" if row.size is None else size_text(row.size),
+            f"{row.per_step:g}" if row.per_step == int(row.per_step) else f"{row.per_step:.2f}",
+            f"{row.offset_ms:.2f}",
+            milliseconds(row.duration_ms),
+            *([milliseconds(row.transfer_ms), milliseconds(row.wait_ms)] if known else []),
+            bandwidth(row.algbw),
+            bandwidth(row.busbw),
+            milliseconds(row.exposed_ms),
+        ]
+        for row in run.rows
+        if row in shown
+    ]
+
+
 def part(rank: RankReport, step: StepReport, metric: str) -> float | None:
     """One step's metric in ms; None where the trace can't tell."""
     return None if rank.blind and metric not in ("step_ms", "compute_ms") else METRICS[metric](step)
@@ -203,23 +224,7 @@ def text(run: RunReport, top: int = 10) -> str:
         lines += ["", "collectives, mean over steps" + (" and ranks" if len(run.ranks) > 1 else "")]
         if not known:
             lines.append("  (ms and bandwidth include waiting for peers: the traces don't allow telling it apart)")
-        shown = sorted(run.rows, key=lambda row: -row.exposed_ms)[:SHOWN_ROWS]
-        rows = [
-            [
-                row.label,
-                row.kind,
-                "n/a" if row.size is None else size_text(row.size),
-                f"{row.per_step:g}" if row.per_step == int(row.per_step) else f"{row.per_step:.2f}",
-                f"{row.offset_ms:.2f}",
-                milliseconds(row.duration_ms),
-                *([milliseconds(row.transfer_ms), milliseconds(row.wait_ms)] if known else []),
-                bandwidth(row.algbw),
-                bandwidth(row.busbw),
-                milliseconds(row.exposed_ms),
-            ]
-            for row in run.rows
-            if row in shown
-        ]
+        rows = collective_cells(run, known)
         split_head = ["transfer ms", "wait ms"] if known else []
         head = ["which", "kind", "bytes", "a step", "starts at ms", "ms", *split_head, "algbw GB/s", "busbw GB/s"]
         lines += table([*head, "exposed ms/step"], rows, 2)
