@@ -344,8 +344,8 @@ class Communicator:
         if self.transport is not None:
             self.transport.poll()
 
-    def begin(self, epoch: int, header: int) -> None:
-        """Enter an epoch, in which all ranks must have `header` in common."""
+    def begin(self, epoch: int, header: int | None) -> None:
+        """Enter an epoch, in which all ranks must have `header` in common; None where this one enters only to fail."""
         if self.transport is not None:
             self._epoch = epoch
             self.group.enter(f"epoch {epoch}", self.transport.poll)

@@ -36,7 +36,7 @@ from ddpx.execute import Plan
 from ddpx.phases import PhaseBoard
 from ddpx.sparse import SparseMean
 from ddpx.stats import BucketStats, PhaseTimes, StepStats
-from ddpx.transport import IN_BACKWARD, header_of
+from ddpx.transport import IN_BACKWARD, IN_FORWARD, header_of
 
 Mode = Literal["naive", "bucketed", "overlapped"]
 NonFinite = Literal["ignore", "warn", "error"]
@@ -209,13 +209,17 @@ class Reducer:
 
     # ---- The beginning of a round
 
-    def enter(self, kind: int) -> int:
-        """Enter the next epoch with the group. Ranks fail alone or together, but they count epochs alike."""
+    def enter(self, kind: int | None) -> int:
+        """Enter the next epoch with the group. Ranks fail alone or together, but they count epochs alike.
+
+        A rank that enters only to say that it failed has no `kind` (None): there is nothing for peers to compare.
+        """
         if self._phases is not None:
             self._phases.settle()
         self.epoch += 1
-        self.communicator.begin(self.epoch, header_of(kind, self.rounds, self.forwards))
-        if kind == IN_BACKWARD:
+        header = None if kind is None else header_of(kind, self.rounds, self.forwards)
+        self.communicator.begin(self.epoch, header)
+        if kind != IN_FORWARD:
             self.forwards = 0
         return self.epoch
 
@@ -644,7 +648,7 @@ class Reducer:
 
     def fail_outside(self, message: str) -> None:
         """Something failed here between two epochs: tell the peers in the next one."""
-        self.enter(IN_BACKWARD)
+        self.enter(None)
         self.last_error = message
         self.communicator.fail(message)
 

@@ -532,3 +532,29 @@ def test_a_parameter_without_a_gradient_is_named_on_every_rank_at_once(ranks, tr
     for _, words in found:
         assert words.startswith("Expected to have finished reduction in the prior iteration"), words
         assert "sometimes.weight, sometimes.bias" in words and "on rank 1" in words
+
+
+def told_late(rank: int, world_size: int, transport: str) -> tuple[str, str]:
+    """Rank 1 fails in its forward and is held up just before it says so; what rank 0 hears."""
+    model = DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport)
+    model(batch_of(0, rank)).square().sum().backward()
+    if rank == 1:
+        tell = model.reducer.communicator.fail
+
+        def tell_late(message: str) -> None:
+            time.sleep(0.5)
+            tell(message)
+
+        model.reducer.communicator.fail = tell_late
+    try:
+        model(batch_of(1, rank), boom if rank == 1 else None, FORWARD).square().sum().backward()
+    except (ddpx.Error, KeyError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_forward_is_never_taken_for_ranks_out_of_step(ranks, transport: str) -> None:
+    heard, raised = ranks(2).run(told_late, transport)
+    assert raised[0] == "KeyError"
+    assert heard[0] == "PeerFailed" and "rank 1 failed in its forward" in heard[1], heard

@@ -29,7 +29,7 @@ class Hosts:
     def release(self, flat: torch.Tensor) -> None:
         self.local.release(flat)
 
-    def begin(self, epoch: int, header: int) -> None:
+    def begin(self, epoch: int, header: int | None) -> None:
         self.local.begin(epoch, header)
         self.local.group.enter(f"epoch {epoch}", self.poll)
         self.between.begin(epoch, header)

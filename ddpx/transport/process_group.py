@@ -136,7 +136,7 @@ class ProcessGroup:
 
     # Epochs and failures
 
-    def begin(self, epoch: int, header: int) -> None:
+    def begin(self, epoch: int, header: int | None) -> None:
         """Enter an epoch. Each rank sends its `header` to the next one, in front of the epoch's first message.
 
         Equality round the ring is equality of all; whoever finds a difference announces it. On CUDA the host would
@@ -145,7 +145,8 @@ class ProcessGroup:
         self.epoch, self._heard_of, self._refused = epoch, None, None
         if self._connections is None:
             self._connect()
-        if self.device.type != "cuda" and self.world_size > 1:
+        self._header = None
+        if header is not None and self.device.type != "cuda" and self.world_size > 1:
             self._header = torch.tensor([epoch, header])
 
     def _compare_headers(self, mine: torch.Tensor) -> None:

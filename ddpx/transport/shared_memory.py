@@ -247,9 +247,13 @@ class SharedMemory:
 
     # Epochs and failures
 
-    def begin(self, epoch: int, header: int) -> None:
-        """Enter an epoch. `header` is what all ranks must have in common in it; peers compare on their first wait."""
-        self._own.write_header(epoch, header)
+    def begin(self, epoch: int, header: int | None) -> None:
+        """Enter an epoch. `header` is what all ranks must have in common in it; peers compare on their first wait.
+
+        None: this rank enters only to say that it failed, and until it has, peers wait.
+        """
+        if header is not None:
+            self._own.write_header(epoch, header)
         self.clock = epoch << 32
         self._failure = None
 
