@@ -1,8 +1,8 @@
 /* A mapped plan's operations run in one call: wait for clocks, add, copy, publish. Plain C, no Python, no torch.
  *
  * The caller (ddpx/native.py, by ctypes, so without the GIL) hands over an array of operations. Anything unusual (a peer
- * that does not come within a slice, one that is in another epoch or entered this one with another header) is not
- * decided here: ddpx_run returns the number of the operation, and the caller looks, raises, or calls again from there. */
+ * that does not come within a slice, one that is in another epoch, entered this one with another header, or has shut its
+ * memory) is not decided here: ddpx_run returns the number of the operation, and the caller looks, raises, or goes on. */
 
 #define _GNU_SOURCE
 #include <linux/futex.h>
@@ -18,7 +18,12 @@
 #define VECTORIZED
 #endif
 
-enum { WAIT, PUBLISH, HOLD, COPY, SUM_F32, SUM_F64, SUM_BF16, SUM_F16 };
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+enum { WAIT, PUBLISH, HOLD, CLAIM, RELEASE, COPY, SUM_F32, SUM_F64, SUM_BF16, SUM_F16 };
+
 /* `out` may be one of the sources, element for element; nothing else overlaps. */
 #if defined(__clang__)
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
@@ -26,16 +31,19 @@ enum { WAIT, PUBLISH, HOLD, COPY, SUM_F32, SUM_F64, SUM_BF16, SUM_F16 };
 #define ELEMENTWISE _Pragma("GCC ivdep")
 #endif
 
-enum { BLOCK = 2048 }; /* elements added at a time: accumulators stay in the first-level cache */
+enum { BLOCK = 2048 }; /* elements added at a time: sums stay in the first-level cache until all have got them */
 
 typedef struct {
     int64_t kind;
     int64_t count;             /* bytes to copy, elements to add, nanoseconds to hold, tick to wait for or publish */
-    void *out;                 /* written; for WAIT and PUBLISH the clock */
-    const void *const *source; /* `sources` addresses; WAIT: my word of sleep; PUBLISH: those of my peers */
+    void *out;                 /* written; for WAIT and PUBLISH the clock, for CLAIM and RELEASE my word of writing */
+    const void *const *source; /* `sources` addresses; WAIT: my word of sleep; PUBLISH, CLAIM: words of my peers */
     int64_t sources;
     int64_t peer;              /* WAIT: who */
     const uint64_t *header;    /* WAIT: the peer's headers, {header, epoch} by epoch % HEADERS */
+    void *const *also;         /* sums: `alsos` further addresses that get the same as `out` */
+    int64_t alsos;
+    int64_t past_caches;       /* sums: write to memory directly */
 } operation;
 
 typedef struct {
@@ -89,39 +97,6 @@ static void wake_sleepers(const operation *o) {
         }
 }
 
-VECTORIZED static void sum_f32(float *out, const float *const *source, int64_t sources, int64_t count) {
-    if (sources == 2) {
-        const float *a = source[0], *b = source[1];
-        ELEMENTWISE for (int64_t i = 0; i < count; i++) out[i] = a[i] + b[i];
-        return;
-    }
-    float sum[BLOCK];
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t length = count - begin < BLOCK ? count - begin : BLOCK;
-        const float *a = source[0] + begin, *b = source[1] + begin;
-        ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] = a[i] + b[i];
-        for (int64_t s = 2; s < sources - 1; s++) {
-            const float *next = source[s] + begin;
-            ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] += next[i];
-        }
-        const float *last = source[sources - 1] + begin;
-        ELEMENTWISE for (int64_t i = 0; i < length; i++) out[begin + i] = sum[i] + last[i];
-    }
-}
-
-VECTORIZED static void sum_f64(double *out, const double *const *source, int64_t sources, int64_t count) {
-    double sum[BLOCK];
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t length = count - begin < BLOCK ? count - begin : BLOCK;
-        memcpy(sum, source[0] + begin, length * sizeof *sum);
-        for (int64_t s = 1; s < sources; s++) {
-            const double *next = source[s] + begin;
-            ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] += next[i];
-        }
-        memcpy(out + begin, sum, length * sizeof *sum);
-    }
-}
-
 static inline float widen(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
     float wide;
@@ -136,39 +111,88 @@ static inline uint16_t round_bf16(float wide) { /* to nearest, ties to even; eve
     return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded;
 }
 
-VECTORIZED static void sum_bf16(uint16_t *out, const uint16_t *const *source, int64_t sources, int64_t count) {
-    float sum[BLOCK];
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t length = count - begin < BLOCK ? count - begin : BLOCK;
-        ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] = widen(source[0][begin + i]);
-        for (int64_t s = 1; s < sources; s++) {
-            const uint16_t *next = source[s] + begin;
-            ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] += widen(next[i]);
-        }
-        ELEMENTWISE for (int64_t i = 0; i < length; i++) out[begin + i] = round_bf16(sum[i]);
+/* out[i] = source[0][begin + i] + source[1][begin + i] + ..., in that order and in `WIDE`, for at most BLOCK elements. */
+#define SUM_BLOCK(NAME, TYPE, WIDE, LOAD, ROUND)                                                                       \
+    VECTORIZED static void NAME(void *to, const void *const *source, int64_t sources, int64_t begin, int64_t length) { \
+        TYPE *out = to;                                                                                                \
+        const TYPE *a = (const TYPE *)source[0] + begin, *b = (const TYPE *)source[1] + begin;                         \
+        if (sources == 2) {                                                                                            \
+            ELEMENTWISE for (int64_t i = 0; i < length; i++) out[i] = ROUND(LOAD(a[i]) + LOAD(b[i]));                  \
+            return;                                                                                                    \
+        }                                                                                                              \
+        WIDE sum[BLOCK];                                                                                               \
+        ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] = LOAD(a[i]) + LOAD(b[i]);                             \
+        for (int64_t s = 2; s < sources - 1; s++) {                                                                    \
+            const TYPE *next = (const TYPE *)source[s] + begin;                                                        \
+            ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] += LOAD(next[i]);                                  \
+        }                                                                                                              \
+        const TYPE *last = (const TYPE *)source[sources - 1] + begin;                                                  \
+        ELEMENTWISE for (int64_t i = 0; i < length; i++) out[i] = ROUND(sum[i] + LOAD(last[i]));                       \
     }
-}
 
+SUM_BLOCK(sum_f32, float, float, , )
+SUM_BLOCK(sum_f64, double, double, , )
+SUM_BLOCK(sum_bf16, uint16_t, float, widen, round_bf16)
 #ifdef __FLT16_MAX__
-VECTORIZED static void sum_f16(_Float16 *out, const _Float16 *const *source, int64_t sources, int64_t count) {
-    float sum[BLOCK];
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t length = count - begin < BLOCK ? count - begin : BLOCK;
-        ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] = (float)source[0][begin + i];
-        for (int64_t s = 1; s < sources; s++) {
-            const _Float16 *next = source[s] + begin;
-            ELEMENTWISE for (int64_t i = 0; i < length; i++) sum[i] += (float)next[i];
-        }
-        ELEMENTWISE for (int64_t i = 0; i < length; i++) out[begin + i] = (_Float16)sum[i];
-    }
-}
+SUM_BLOCK(sum_f16, _Float16, float, (float), (_Float16))
 int ddpx_has_f16(void) { return 1; }
 #else
 int ddpx_has_f16(void) { return 0; }
 #endif
 
+typedef void sum_block(void *to, const void *const *source, int64_t sources, int64_t begin, int64_t length);
+
+static void copy_past_caches(char *out, const char *from, int64_t count) {
+#if defined(__SSE2__)
+    int64_t head = -(intptr_t)out & 15;
+    if (head < count) {
+        memcpy(out, from, head);
+        int64_t at = head;
+        for (; at + 16 <= count; at += 16)
+            _mm_stream_si128((__m128i *)(out + at), _mm_loadu_si128((const __m128i *)(from + at)));
+        out += at, from += at, count -= at;
+    }
+#endif
+    memcpy(out, from, count);
+}
+
+static void sum(const operation *o, sum_block *sum_of, int64_t width) {
+    double result[BLOCK]; /* room for the widest type */
+    for (int64_t begin = 0; begin < o->count; begin += BLOCK) {
+        int64_t length = o->count - begin < BLOCK ? o->count - begin : BLOCK;
+        char *out = (char *)o->out + begin * width, *first = o->past_caches ? (char *)result : out;
+        sum_of(first, o->source, o->sources, begin, length);
+        if (o->past_caches) copy_past_caches(out, first, length * width);
+        for (int64_t a = 0; a < o->alsos; a++)
+            if (o->past_caches) copy_past_caches((char *)o->also[a] + begin * width, first, length * width);
+            else memcpy((char *)o->also[a] + begin * width, first, length * width);
+    }
+#if defined(__SSE2__)
+    if (o->past_caches) _mm_sfence(); /* what went past the caches is there before anything is said of it */
+#endif
+}
+
+/* Whether I may write into my peers' memory in this epoch: said first, then looked whether one of them has shut it. A
+ * peer that shuts does the same in turn, so one of us sees the other. */
+static int claimed(const operation *o, uint64_t epoch) {
+    __atomic_store_n((uint64_t *)o->out, 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (int64_t peer = 0; peer < o->sources; peer++)
+        if (__atomic_load_n((const uint64_t *)o->source[peer], __ATOMIC_SEQ_CST) > epoch) {
+            __atomic_store_n((uint64_t *)o->out, 0, __ATOMIC_RELEASE);
+            return 0;
+        }
+    return 1;
+}
+
+/* Shuts my memory for the epochs before `after`. The caller then waits until nobody writes. */
+void ddpx_shut(uint64_t *word, uint64_t after) {
+    __atomic_store_n(word, after, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 /* Runs operations [from, count). Ticks are relative to `base`, the clock at the plan's start. Returns `count`, or the
- * number of a WAIT that the caller has to look at. */
+ * number of a WAIT or CLAIM that the caller has to look at. */
 int64_t ddpx_run(const operation *operations, int64_t from, int64_t count, uint64_t base, uint64_t header,
                  int64_t headers, int64_t spin_ns, int64_t slice_ns, outcome *result) {
     for (int64_t i = from; i < count; i++) {
@@ -201,16 +225,29 @@ int64_t ddpx_run(const operation *operations, int64_t from, int64_t count, uint6
             while (clock_nanosleep(CLOCK_MONOTONIC, 0, &t, &t)) {}
             break;
         }
+        case CLAIM:
+            if (!claimed(o, base >> 32)) return i;
+            break;
+        case RELEASE: __atomic_store_n((uint64_t *)o->out, 0, __ATOMIC_RELEASE); break;
         case COPY: memcpy(o->out, o->source[0], (size_t)o->count); break;
-        case SUM_F32: sum_f32(o->out, (const float *const *)o->source, o->sources, o->count); break;
-        case SUM_F64: sum_f64(o->out, (const double *const *)o->source, o->sources, o->count); break;
-        case SUM_BF16: sum_bf16(o->out, (const uint16_t *const *)o->source, o->sources, o->count); break;
+        case SUM_F32: sum(o, sum_f32, sizeof(float)); break;
+        case SUM_F64: sum(o, sum_f64, sizeof(double)); break;
+        case SUM_BF16: sum(o, sum_bf16, sizeof(uint16_t)); break;
 #ifdef __FLT16_MAX__
-        case SUM_F16: sum_f16(o->out, (const _Float16 *const *)o->source, o->sources, o->count); break;
+        case SUM_F16: sum(o, sum_f16, sizeof(_Float16)); break;
 #endif
         }
     }
     return count;
+}
+
+int64_t ddpx_cache_bytes(void) { /* 0 where unknown */
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return found > 0 ? found : 0;
+#else
+    return 0;
+#endif
 }
 
 /* Which source this was built from, so that a library left from an older one is not called with other operations. */

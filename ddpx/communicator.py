@@ -362,6 +362,7 @@ class Communicator:
         # next epoch: what it does then, on buffers and clock, would be taken for that epoch's.
         while not self.stream.cancel(CANCEL_S):
             self.transport.disconnect()
+        self._shut()
 
     def enter(self, number: int, header: int) -> None:
         """Begin a numbered call: ranks that share memory compare its header as they go, messages carry it as a tag."""
@@ -377,6 +378,13 @@ class Communicator:
             self.transport.fail(message)
             self.group.announce(message)
             self.transport.disconnect()
+            self._shut()
+
+    def _shut(self) -> None:
+        """Keep sums that a late peer delivers out of the memory that this rank goes on with."""
+        transport = self.transport.local if isinstance(self.transport, Hosts) else self.transport
+        if isinstance(transport, SharedMemory):
+            transport.shut()
 
     def absent(self) -> list[int]:
         """The ranks that are known not to have come to the present call."""

@@ -12,10 +12,24 @@ from typing import Protocol
 import torch
 
 from ddpx import native
-from ddpx.operations import HALVES, OPERATIONS, Combine, Copy, Hold, Operation, Publish, Wait, action, compute
+from ddpx.operations import (
+    HALVES,
+    OPERATIONS,
+    Claim,
+    Combine,
+    Copy,
+    Hold,
+    Operation,
+    Publish,
+    Release,
+    Wait,
+    action,
+    compute,
+)
 from ddpx.program import (
     READY,
     busiest_end,
+    deliveries,
     mapped_programs,
     message_program,
     partial_sums_travel,
@@ -66,10 +80,13 @@ def compile_plan(
             parts.append(compile_plan(phase.schedule, part, flat, operation, link, bounds, compiled))
         return _PhasedPlan(parts, transport.rank)
     if isinstance(transport, MappedTransport):
-        operations, ticks = bind_mapped(schedule, transport, flat, operation, link, bounds)
+        deliver = transport.delivers and compiled and link is None and native.knows(operation, flat.dtype)
+        operations, ticks = bind_mapped(schedule, transport, flat, operation, link, bounds, deliver)
         native_plan = native.compile_operations(transport, operations, ticks) if compiled else None
         plan = native_plan or _MappedPlan(transport, operations, ticks)
-        plan.bytes_read = _bytes_read(transport, flat, operations)
+        plan.bytes_read = _bytes_read(transport, flat, operations) + (
+            _numel_delivered(schedule, transport.rank, bounds) * flat.element_size() if deliver else 0
+        )
         return plan
     return _MessagePlan(schedule, transport, flat, operation, link, bounds)
 
@@ -114,9 +131,11 @@ def bind_mapped(
     operation: str,
     link: Link | None,
     bounds: Sequence[tuple[int, int]],
+    deliver: bool = False,
 ) -> tuple[list[Operation], int]:
     """This rank's operations on a mapped transport, and the ticks its clock advances by."""
-    program = mapped_programs(schedule)[transport.rank]
+    program = mapped_programs(schedule, deliver)[transport.rank]
+    past_caches = schedule.world_size * flat.nbytes > native.CACHE_BYTES
     hold_s = _hold_s(link, schedule, transport.rank, bounds, flat.element_size())
     ranks = transport.peers(flat)
     operations: list[Operation] = [Publish(READY)] if program.ready_published else []
@@ -125,12 +144,16 @@ def bind_mapped(
         if step.step in hold_s:
             operations.append(Hold(hold_s[step.step]))
         writes: list[Operation] = []
-        for move, staged in zip(step.moves, step.staged, strict=True):
+        for move, staged, delivered in zip(step.moves, step.staged, step.deliveries, strict=True):
             begin, end = _span(bounds, move)
             if begin == end:
                 continue
             place = flat[begin:end]
             sources = [ranks[source][begin:end] for source in move.srcs]
+            if delivered:
+                theirs = tuple(ranks[peer][begin:end] for peer in delivered)
+                operations += [Claim(), Combine(place, tuple(sources), operation, theirs, past_caches), Release()]
+                continue
             aside = torch.empty_like(place) if staged else place
             operations.append(compute(aside, sources, operation))
             if staged:
@@ -158,6 +181,11 @@ def _bytes_read(transport: MappedTransport, flat: torch.Tensor, operations: Sequ
     return nbytes
 
 
+def _numel_delivered(schedule: Schedule, rank: int, bounds: Sequence[tuple[int, int]]) -> int:
+    """Elements that peers write into this rank's memory."""
+    return sum(_numel(bounds, move) for move, ranks in deliveries(schedule).items() if rank in ranks)
+
+
 class _MappedPlan:
     """Reads peers' memory in place, writes its own alone; see ddpx.program for the waits. In Python, call by call."""
 
@@ -177,9 +205,11 @@ class _MappedPlan:
                 return lambda base: self._transport.publish(base + tick)
             case Hold(seconds):
                 return lambda base: time.sleep(seconds)
-            case _:
+            case Copy() | Combine():
                 call = action(operation)
                 return lambda base: call()
+            case _:
+                raise ValueError(f"only a compiled plan delivers: {operation}")
 
     def run(self) -> None:
         base = self._transport.start()

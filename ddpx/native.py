@@ -5,26 +5,27 @@ and adds n sources in one pass over memory.
 """
 
 import ctypes
-import importlib.util
 import time
-import warnings
-import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from ddpx.operations import Combine, Copy, Hold, Operation, Publish, Wait
+from ddpx.library import LIBRARY
+from ddpx.operations import Claim, Combine, Copy, Hold, Operation, Publish, Release, Wait
 from ddpx.transport import MappedTransport
 from ddpx.transport.shared_memory import HEADERS, SLICE_S, SharedMemory
 
-_WAIT, _PUBLISH, _HOLD, _COPY, _SUM_F32, _SUM_F64, _SUM_BF16, _SUM_F16 = range(8)
+_WAIT, _PUBLISH, _HOLD, _CLAIM, _RELEASE, _COPY, _SUM_F32, _SUM_F64, _SUM_BF16, _SUM_F16 = range(10)
 _SUMS = {
     torch.float32: _SUM_F32,
     torch.float64: _SUM_F64,
     torch.bfloat16: _SUM_BF16,
     torch.float16: _SUM_F16,
 }
+
+
+# The last-level cache. What all ranks together write beyond it is not there any more when it is read.
+CACHE_BYTES = (LIBRARY.ddpx_cache_bytes() if LIBRARY is not None else 0) or 16 << 20
 
 
 class _Operation(ctypes.Structure):
@@ -36,6 +37,9 @@ class _Operation(ctypes.Structure):
         ("sources", ctypes.c_int64),
         ("peer", ctypes.c_int64),
         ("header", ctypes.c_void_p),
+        ("also", ctypes.POINTER(ctypes.c_void_p)),
+        ("alsos", ctypes.c_int64),
+        ("past_caches", ctypes.c_int64),
     )
 
 
@@ -43,53 +47,19 @@ class _Outcome(ctypes.Structure):
     _fields_ = (("wait_ns", ctypes.c_int64), ("longest_ns", ctypes.c_int64), ("last_peer", ctypes.c_int64))
 
 
-def load() -> ctypes.CDLL | None:
-    """The library built with the package, or None.
-
-    In a checkout it may be older than its source, and would then read operations as they were: it is left alone.
-    """
-    spec = importlib.util.find_spec("ddpx._native")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(spec.origin)
-    except OSError:
-        return None
-    source = Path(__file__).with_name("_native.c")
-    built_from = getattr(library, "ddpx_source", int)() & 0xFFFFFFFF
-    if source.exists() and built_from != zlib.crc32(source.read_bytes()):
-        warnings.warn(f"{spec.origin} was built from another {source.name}: install ddpx again", stacklevel=2)
-        return None
-    library.ddpx_run.restype = ctypes.c_int64
-    library.ddpx_run.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-    )
-    return library
-
-
-LIBRARY = load()
-
-
 def compile_operations(transport: MappedTransport, operations: Sequence[Operation], ticks: int) -> "NativePlan | None":
     """A plan in one call, or None when the library is missing or does not know one of the operations."""
     if LIBRARY is None or not isinstance(transport, SharedMemory):
         return None
-    known = all(
-        operation.operation == "sum"
-        and operation.out.dtype in _SUMS
-        and (operation.out.dtype != torch.float16 or LIBRARY.ddpx_has_f16())
-        for operation in operations
-        if isinstance(operation, Combine)
-    )
+    known = all(knows(step.operation, step.out.dtype) for step in operations if isinstance(step, Combine))
     return NativePlan(LIBRARY, transport, operations, ticks) if known else None
+
+
+def knows(operation: str, dtype: torch.dtype) -> bool:
+    """Whether the library is there and combines this type by this operation."""
+    if LIBRARY is None or operation != "sum":
+        return False
+    return dtype in _SUMS and (dtype != torch.float16 or bool(LIBRARY.ddpx_has_f16()))
 
 
 class NativePlan:
@@ -110,21 +80,29 @@ class NativePlan:
 
     def _encode(self, operation: Operation) -> _Operation:
         transport = self._transport
+        mine = transport.addresses(transport.rank)
+        peers = [transport.addresses(rank) for rank in range(transport.world_size) if rank != transport.rank]
         match operation:
             case Wait(peer, tick):
-                clock, headers, _ = transport.addresses(peer)
-                sleeping = self._addresses([transport.addresses(transport.rank)[2]])
-                return _Operation(_WAIT, tick, clock, sleeping, 1, peer, headers)
+                theirs = transport.addresses(peer)
+                return _Operation(_WAIT, tick, theirs.clock, self._addresses([mine.sleep]), 1, peer, theirs.headers)
             case Publish(tick):
-                peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
-                sleeping = self._addresses([transport.addresses(peer)[2] for peer in peers])
-                return _Operation(_PUBLISH, tick, transport.addresses(transport.rank)[0], sleeping, len(peers))
+                sleeping = self._addresses([words.sleep for words in peers])
+                return _Operation(_PUBLISH, tick, mine.clock, sleeping, len(peers))
+            case Claim():
+                return _Operation(_CLAIM, 0, mine.writing, self._addresses([words.shut for words in peers]), len(peers))
+            case Release():
+                return _Operation(_RELEASE, 0, mine.writing)
             case Hold(seconds):
                 return _Operation(_HOLD, int(seconds * 1e9))
             case Copy(out, source):
                 return _Operation(_COPY, out.nbytes, out.data_ptr(), self._pointers([source]), 1)
-            case Combine(out, sources, _):
-                return _Operation(_SUMS[out.dtype], out.numel(), out.data_ptr(), self._pointers(sources), len(sources))
+            case Combine(out, sources, _, also, past_caches):
+                encoded = _Operation(
+                    _SUMS[out.dtype], out.numel(), out.data_ptr(), self._pointers(sources), len(sources)
+                )
+                encoded.also, encoded.alsos, encoded.past_caches = self._pointers(also), len(also), past_caches
+                return encoded
 
     def _pointers(self, tensors: Sequence[torch.Tensor]) -> "ctypes._Pointer[ctypes.c_void_p]":
         return self._addresses([tensor.data_ptr() for tensor in tensors])
@@ -157,6 +135,8 @@ class NativePlan:
             if position == count:
                 break
             stopped = self._operations[position]
+            if isinstance(stopped, Claim):
+                transport.refused()
             assert isinstance(stopped, Wait)
             before = time.perf_counter_ns()
             transport.wait(stopped.peer, base + stopped.tick)  # raises, or waits on with an eye on everybody

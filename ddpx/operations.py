@@ -43,6 +43,16 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """Say that I write into my peers' memory from here on, unless one of them has shut it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Release:
+    """Say that I have written there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Copy:
     out: torch.Tensor
     source: torch.Tensor
@@ -50,14 +60,19 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Combine:
-    """out = sources[0] op sources[1] op ..., in that order; `out` may be one of the sources."""
+    """out = sources[0] op sources[1] op ..., in that order; `out` may be one of the sources.
+
+    `peers` get the same, in their own memory: between Claim and Release, and in the compiled interpreter alone.
+    """
 
     out: torch.Tensor
     sources: tuple[torch.Tensor, ...]
     operation: str
+    peers: tuple[torch.Tensor, ...] = ()
+    past_caches: bool = False  # write to memory directly: nothing so large stays in a cache until it is read
 
 
-Operation = Wait | Publish | Hold | Copy | Combine
+Operation = Wait | Publish | Hold | Claim | Release | Copy | Combine
 
 
 def compute(out: torch.Tensor, sources: Sequence[torch.Tensor], operation: str) -> Copy | Combine:

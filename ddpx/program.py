@@ -8,6 +8,10 @@ hazards have to be kept apart by waiting for the peer's clock:
 
 Ticks within a plan: 1 = my input is ready; 2 + 2s = I have read what step s needs; 3 + 2s = step s is written. Only
 ticks that somebody waits for are published.
+
+A sum may also be *delivered*: the rank that computes it writes it into its peers' memory while it still is in its
+cache, in place of their copying it in a later step. It has waited for all of them as sources, and they wait for it at
+the end.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class MappedStep:
     read_published: int | None
     write_waits: tuple[tuple[int, int], ...]  # (peer, tick) before the staged writes
     write_published: int | None
+    deliveries: tuple[tuple[int, ...], ...] = ()  # by move: the peers that get its result, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,15 @@ class MessageStep:
 
 
 @lru_cache(maxsize=64)
-def mapped_programs(schedule: Schedule) -> tuple[MappedProgram, ...]:
-    """Every rank's program on a mapped transport. Kept, since all buckets of a size share a schedule."""
-    drafts = [_draft(schedule, rank) for rank in range(schedule.world_size)]
+def mapped_programs(schedule: Schedule, deliver: bool = False) -> tuple[MappedProgram, ...]:
+    """Every rank's program on a mapped transport. Kept, since all buckets of a size share a schedule.
+
+    `deliver`: sums may be written into peers' memory, where that saves every rank the same.
+    """
+    delivered = deliveries(schedule) if deliver else {}
+    if delivered:
+        schedule = replace(schedule, moves=tuple(delivered))
+    drafts = [_draft(schedule, rank, delivered) for rank in range(schedule.world_size)]
     awaited: dict[int, set[int]] = defaultdict(set)
     for draft in drafts:
         for step in draft.steps:
@@ -75,7 +86,35 @@ def mapped_programs(schedule: Schedule) -> tuple[MappedProgram, ...]:
     return tuple(_publish_what_is_awaited(draft, awaited[rank]) for rank, draft in enumerate(drafts))
 
 
-def _draft(schedule: Schedule, rank: int) -> MappedProgram:
+def deliveries(schedule: Schedule) -> dict[Move, tuple[int, ...]]:
+    """The sums of a schedule whose every copy hands a sum on to one of its sources: move -> the ranks it goes to.
+
+    Empty where the schedule does anything else, or where one rank would deliver more than another: then copying, which
+    all ranks do at once, is faster.
+    """
+    sums = [move for move in schedule.moves if len(move.srcs) > 1]
+    made = {(move.dst, move.lo, move.hi): move for move in sums}
+    delivered: dict[Move, list[int]] = {move: [] for move in sums}
+    touched: set[tuple[int, int]] = set()  # (rank, chunk) that a sum has read or written: each once, so none can clash
+    for move in sums:
+        places = {(source, chunk) for source in {*move.srcs, move.dst} for chunk in range(move.lo, move.hi)}
+        if touched & places:
+            return {}
+        touched |= places
+    for copy in schedule.moves:
+        if len(copy.srcs) == 1:
+            source = made.get((copy.srcs[0], copy.lo, copy.hi))
+            if source is None or source.step >= copy.step or copy.dst not in source.srcs:
+                return {}
+            delivered[source].append(copy.dst)
+    work = [0] * schedule.world_size
+    for move, ranks in delivered.items():
+        work[move.dst] += len(ranks) * (move.hi - move.lo)
+    even = len(set(work)) == 1 and work[0] > 0
+    return {move: tuple(sorted(ranks)) for move, ranks in delivered.items()} if even else {}
+
+
+def _draft(schedule: Schedule, rank: int, delivered: dict[Move, tuple[int, ...]]) -> MappedProgram:
     last_write: dict[tuple[int, int], int] = {}  # (owner, chunk) -> step
     readers: dict[int, dict[int, int]] = defaultdict(dict)  # my chunk -> reader -> last step it reads in
     seen: dict[int, int] = {}  # peer -> tick that I have already waited for
@@ -118,12 +157,10 @@ def _draft(schedule: Schedule, rank: int) -> MappedProgram:
             for chunk in range(move.lo, move.hi):
                 last_write[(move.dst, chunk)] = number
         if mine:
-            steps.append(
-                MappedStep(
-                    number, waits(needs), tuple(mine), staged, read_tick(number), waits(late), write_tick(number)
-                )
-            )
-    end: dict[int, int] = {}
+            onward = tuple(delivered.get(move, ()) for move in mine)
+            ticks = read_tick(number), write_tick(number)
+            steps.append(MappedStep(number, waits(needs), tuple(mine), staged, ticks[0], waits(late), ticks[1], onward))
+    end = {move.dst: write_tick(move.step) for move, ranks in delivered.items() if rank in ranks}
     for chunk_readers in readers.values():
         for reader, step in chunk_readers.items():
             end[reader] = max(end.get(reader, 0), read_tick(step))
@@ -140,7 +177,7 @@ def _publish_what_is_awaited(draft: MappedProgram, awaited: set[int]) -> MappedP
             wanted = tick is not None and any(published < other <= tick for other in awaited)
             ticks.append(tick if wanted else None)
             published = tick if wanted and tick is not None else published
-        steps.append(MappedStep(step.step, step.waits, step.moves, step.staged, ticks[0], step.write_waits, ticks[1]))
+        steps.append(replace(step, read_published=ticks[0], write_published=ticks[1]))
     return MappedProgram(READY in awaited, tuple(steps), draft.end_waits, draft.ticks)
 
 

@@ -23,6 +23,7 @@ from ddpx.execute import bind_mapped, compile_plan
 from ddpx.group import Group
 from ddpx.operations import Hold, Operation
 from ddpx.program import MappedProgram, mapped_programs
+from ddpx.schedule import Schedule
 from ddpx.simulate import simulate
 from ddpx.transport import Link
 from ddpx.transport.process_group import ProcessGroup
@@ -83,6 +84,28 @@ def sum_integers(rank: int, world_size: int, transport_name: str) -> int:
                         plan.run()
                         assert torch.equal(flat, expected), (algorithm, dtype, size, turn)
                         right += 1
+    return right
+
+
+def sum_past_caches(rank: int, world_size: int, cache_bytes: int) -> int:
+    """Delivered sums of every compiled type at odd places, for a machine with such a cache; how many were right."""
+    right = 0
+    with opened(COMPILED) as transport, unittest.mock.patch.object(native, "CACHE_BYTES", cache_bytes):
+        assert transport.delivers  # type: ignore[union-attr]
+        schedule = build("all_reduce", "direct", world_size)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            arena = transport.empty(10_000, dtype, CPU)
+            for begin, size in ((0, 10_000), (1, 9_001), (3, 5), (7, 4_100)):
+                flat = arena[begin : begin + size]
+                plan = compile_plan(schedule, transport, flat)
+                for turn in range(2):
+                    arena.fill_(99)
+                    expected = sum(integers(peer, size, dtype, turn) for peer in range(world_size))
+                    flat.copy_(integers(rank, size, dtype, turn))
+                    plan.run()
+                    assert torch.equal(flat, expected), (dtype, begin, size, turn)
+                    assert (arena[:begin] == 99).all() and (arena[begin + size :] == 99).all()
+                    right += 1
     return right
 
 
@@ -208,8 +231,8 @@ class LateReader(SharedMemory):
 def overwrite_at_once(rank: int, world_size: int, wait_at_the_end: bool) -> bool:
     """Rank 0 broadcasts and then overwrites its buffer at once. Whether this rank has what was broadcast."""
 
-    def altered(schedule: object) -> tuple[MappedProgram, ...]:
-        programs = mapped_programs(schedule)  # type: ignore[arg-type]
+    def altered(schedule: Schedule, deliver: bool) -> tuple[MappedProgram, ...]:
+        programs = mapped_programs(schedule, deliver)
         return programs if wait_at_the_end else tuple(_without_end_waits(program) for program in programs)
 
     with opened(INTERPRETED) as transport, unittest.mock.patch("ddpx.execute.mapped_programs", altered):
@@ -292,6 +315,13 @@ def test_orders_of_addition_do_differ_between_algorithms(ranks) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_half_precision_is_added_in_fp32_and_rounded_once(ranks, transport: str, world_size: int) -> None:
     assert ranks(world_size).run(sum_halves, transport) == [[]] * world_size
+
+
+@pytest.mark.skipif(native.LIBRARY is None, reason="ddpx._native was not built")
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_sums_are_exact_whether_they_go_past_the_caches_or_not(ranks, world_size: int, cache_bytes: int) -> None:
+    assert ranks(world_size).run(sum_past_caches, cache_bytes) == [4 * 4 * 2] * world_size
 
 
 def test_plans_on_halves_share_one_scratch(ranks) -> None:

@@ -16,6 +16,7 @@ from ddpx.program import (
     MappedProgram,
     MessageStep,
     busiest_end,
+    deliveries,
     mapped_programs,
     message_program,
     partial_sums_travel,
@@ -76,7 +77,7 @@ def mapped_rank(
             for peer, tick in step.waits:
                 yield peer, base + tick
             aside = []
-            for move, staged in zip(step.moves, step.staged, strict=True):
+            for move, staged, delivered in zip(step.moves, step.staged, step.deliveries, strict=True):
                 for chunk in range(move.lo, move.hi):
                     values = []
                     for source in move.srcs:
@@ -87,6 +88,9 @@ def mapped_rank(
                         aside.append((chunk, combined(values)))
                     else:
                         memory[rank][chunk] = combined(values)
+                        yield None
+                    for peer in delivered:
+                        memory[peer][chunk] = combined(values)
                         yield None
             if step.read_published is not None:
                 clocks[rank] = base + step.read_published
@@ -144,6 +148,37 @@ def test_every_order_of_ranks_gives_what_the_schedule_says(collective: str, algo
             assert play(programs, schedule.chunks, seed) == [in_lockstep(schedule, run) for run in range(2)], seed
 
 
+@pytest.mark.parametrize(("collective", "algorithm"), NAMES)
+def test_delivered_sums_are_those_of_the_schedule_in_every_order(collective: str, algorithm: str) -> None:
+    for n in (2, 3, 4, 5):
+        schedule = build(collective, algorithm, n)
+        programs = mapped_programs(schedule, deliver=True)
+        for seed in range(12):
+            results = play(programs, schedule.chunks, seed)
+            assert results == [in_lockstep(schedule, run) for run in range(2)], seed
+
+
+def test_sums_are_delivered_where_every_rank_delivers_the_same() -> None:
+    found = {
+        (collective, algorithm, n)
+        for collective, algorithm in NAMES
+        for n in (2, 3, 4, 5, 8)
+        if deliveries(build(collective, algorithm, n))
+    }
+    of_two = ("ring", "halving_doubling", "circulant")  # then the same as direct; so is hierarchical on one host
+    direct = {("all_reduce", name, n) for name in ("direct", "hierarchical") for n in (2, 3, 4, 5, 8)}
+    assert found == direct | {("all_reduce", name, 2) for name in of_two}
+    assert deliveries(build("all_reduce", "direct", 3)) == {
+        Move(0, rank, (0, 1, 2), rank, rank + 1): tuple(peer for peer in range(3) if peer != rank) for rank in range(3)
+    }
+
+
+def test_a_delivered_program_meets_twice() -> None:
+    for program in mapped_programs(build("all_reduce", "direct", 4), deliver=True):
+        assert program.ready_published and len(program.steps) == 1
+        assert len(program.steps[0].waits) == len(program.end_waits) == 3
+
+
 def test_a_step_may_swap_two_ranks_and_reuse_a_chunk() -> None:
     schedule = Schedule(
         "by_hand",
@@ -184,6 +219,17 @@ def without_the_last_wait(program: MappedProgram) -> MappedProgram:
     if last is not None:
         steps[last] = dataclasses.replace(steps[last], waits=steps[last].waits[:-1])
     return dataclasses.replace(program, steps=tuple(steps))
+
+
+def without_one_end_wait(program: MappedProgram) -> MappedProgram:
+    return dataclasses.replace(program, end_waits=program.end_waits[1:])
+
+
+@pytest.mark.parametrize("damage", [without_one_end_wait, without_the_last_wait])
+def test_the_player_finds_a_missing_wait_for_a_delivery(damage: Callable[[MappedProgram], MappedProgram]) -> None:
+    schedule = build("all_reduce", "direct", 4)
+    damaged = [damage(program) for program in mapped_programs(schedule, deliver=True)]
+    assert not all(outcome(schedule, damaged, seed) for seed in range(50))
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,32 @@
 """Clocks, epochs and failures of the two transports, and the link that makes them slow."""
 
+import ctypes
 import os
 import signal
 import time
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import Outcome, attempt, run
 
+from ddpx.algorithms import build
 from ddpx.communicator import Communicator
 from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
+from ddpx.execute import bind_mapped, compile_plan
 from ddpx.group import Group
+from ddpx.library import LIBRARY
+from ddpx.operations import Claim, Combine, Hold, Operation
+from ddpx.program import READY
 from ddpx.transport import IN_BACKWARD, IN_FORWARD, Landings, Link, MappedTransport
 from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import PAGE_BYTES, Segment, SharedMemory
 
 CPU = torch.device("cpu")
+needs_library = pytest.mark.skipif(LIBRARY is None, reason="ddpx._native was not built")
 
 
 # ---- Links -----------------------------------------------------------------------------------------------------------
@@ -72,7 +81,7 @@ def test_landings_are_shared_by_messages_of_one_position_and_type() -> None:
 def test_a_segment_has_no_name_a_sealed_size_and_one_writer() -> None:
     own = Segment.create(10_000)
     assert own.nbytes == 3 * PAGE_BYTES
-    theirs = Segment.open(own.address())
+    theirs = Segment.open(own.address(), writable=False)
     own.tensor(10, torch.float32).fill_(3.0)
     assert theirs.tensor(10, torch.float32).tolist() == [3.0] * 10
     with pytest.raises(PermissionError):
@@ -82,7 +91,7 @@ def test_a_segment_has_no_name_a_sealed_size_and_one_writer() -> None:
     assert "memfd:ddpx" in os.readlink(f"/proc/self/fd/{own.fd}")
     own.close_fd()
     with pytest.raises(FileNotFoundError):
-        Segment.open(own.address())
+        Segment.open(own.address(), writable=False)
     assert theirs.tensor(10, torch.float32)[0] == 3.0  # the mapping stays
 
 
@@ -251,6 +260,82 @@ def test_a_failure_ends_its_epoch_with_the_words_of_the_failed_rank_and_the_next
     assert words == [told, told, []]
 
 
+def late_delivery(rank: int, world_size: int, where: type[Operation], shut: bool) -> list[float]:
+    """Rank 0 gives up a sum that rank 1 is about to deliver, or is delivering; what rank 0's memory holds at the end.
+
+    Rank 1 stops for a while just before the operation `where`.
+    """
+
+    def slowly(*arguments: Any) -> tuple[list[Operation], int]:
+        operations, ticks = bind_mapped(*arguments)
+        at = next(number for number, operation in enumerate(operations) if isinstance(operation, where))
+        return [*operations[:at], Hold(0.3), *operations[at:]], ticks
+
+    transport = SharedMemory(Group())
+    flat = transport.empty(1000, torch.float32, CPU)
+    flat.fill_(5.0 * rank)
+    transport.begin(1, IN_BACKWARD)
+    if rank == 0:
+        transport.publish(transport.start() + READY)
+        time.sleep(0.1)
+        transport.fail("rank 0 gave up")
+        if shut:
+            transport.shut()
+        flat.fill_(-1.0)
+    else:
+        with unittest.mock.patch("ddpx.execute.bind_mapped", slowly):
+            plan = compile_plan(build("all_reduce", "direct", world_size), transport, flat)
+        with pytest.raises(PeerFailed, match="rank 0 gave up"):
+            plan.run()
+        with pytest.raises(PeerFailed, match="rank 0 gave up"):  # and so does every later one of the epoch
+            plan.run()
+    transport.group.gather("both are through", None)
+    held = sorted(set(flat.tolist()))
+    transport.begin(2, IN_BACKWARD)  # the next epoch works, and its sums are delivered again
+    flat.fill_(rank + 1.0)
+    compile_plan(build("all_reduce", "direct", world_size), transport, flat).run()
+    assert flat.tolist() == [3.0] * 1000
+    transport.group.gather("end", None)
+    transport.close()
+    return held
+
+
+@needs_library
+@pytest.mark.parametrize("where", [Claim, Combine])
+def test_a_late_sum_is_kept_out_of_memory_that_was_shut(ranks, where: type[Operation]) -> None:
+    assert ranks(2).run(late_delivery, where, True)[0] == [-1.0]
+
+
+@needs_library
+def test_a_late_sum_would_overwrite_memory_that_was_not_shut(ranks) -> None:
+    assert ranks(2).run(late_delivery, Combine, False)[0] == [-1.0, 4.0]
+
+
+def stopped_while_it_delivers(rank: int, world_size: int) -> str:
+    """Rank 1 says that it writes, and stays there; what rank 0 is told when it begins again."""
+    transport = SharedMemory(Group(timeout_s=0.3))
+    transport.begin(1, IN_BACKWARD)
+    words = ""
+    if rank == 1:
+        ctypes.c_uint64.from_address(transport.addresses(1).writing).value = 1
+    transport.group.gather("writing", None)
+    if rank == 0:
+        transport.fail("rank 0 gave up")
+        transport.shut()
+        with pytest.raises(DeadlineExceeded) as raised:
+            transport.begin(2, IN_BACKWARD)
+        words = str(raised.value)
+    transport.group.gather("end", None)
+    transport.close()
+    return words
+
+
+@needs_library
+def test_a_rank_stopped_while_it_delivers_makes_later_epochs_impossible(ranks) -> None:
+    words = ranks(2).run(stopped_while_it_delivers)[0]
+    assert "rank 1 has been writing a sum into the memory of rank 0" in words and "Start the job again" in words
+
+
 def headers_that_differ(rank: int, world_size: int, transport_name: str, headers: list[int]) -> str:
     communicator = Communicator(Group(timeout_s=10), CPU, transport=transport_name)
     flat = communicator.empty(10, torch.float32)
@@ -345,7 +430,7 @@ def unmappable_on_one_rank(rank: int, world_size: int) -> str:
     """Rank 1 can't map its peers, as in a container that hides their processes."""
     import unittest.mock
 
-    def hidden(address: object) -> Segment:
+    def hidden(address: object, writable: bool) -> Segment:
         raise PermissionError(1, "Operation not permitted")
 
     with unittest.mock.patch.object(Segment, "open", hidden if rank == 1 else Segment.open):

@@ -1,8 +1,9 @@
 """How bytes get from rank to rank: two contracts, and a wrapper that makes any of them slow.
 
 - `MessageTransport`: a whole step of sends and receives is posted together, so order within a step can't deadlock.
-- `MappedTransport`: every rank reads its peers' memory in place. A rank writes its own memory alone and says how far it
-  has come by one growing number, its *clock*; a peer waits for a clock to reach a value.
+- `MappedTransport`: every rank reads its peers' memory in place. A rank says how far it has come by one growing number,
+  its *clock*; a peer waits for a clock to reach a value. A rank writes its own memory, and where `delivers` is true its
+  sums into that of its peers, each of whom can *shut* its own against that.
 
 Both own memory (`empty`), both are used by one thread at a time, and every wait ends: when the peer came, when it died
 or said that it failed, or at the deadline.
@@ -90,13 +91,14 @@ class MappedTransport(Protocol):
     world_size: int
     clock: int
     scratch: torch.Tensor | None  # fp32, from `empty`; see ddpx.execute
-    bytes_read: int  # from peers, counted by the plans as they run
+    bytes_read: int  # from peers, or written here by them; counted by the plans as they run
+    delivers: bool  # the same on every rank
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeroed (numel,) tensor that every peer can read. A collective: same numel and dtype on all ranks."""
 
     def peers(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """For a slice of a tensor from `empty`: each rank's same slice, in rank order; peers' are for reading alone."""
+        """For a slice of a tensor from `empty`: each rank's same slice, in rank order, to read or deliver to."""
 
     def start(self) -> int:
         """The clock as a plan starts. Raises what ended an earlier one of this epoch: its clock would be misread."""

@@ -1,8 +1,13 @@
 """Ranks of one host read each other's memory in place; one growing number a rank says how far it has come.
 
 A segment is anonymous shared memory (`memfd`): peers open it through /proc/<pid>/fd, so it never has a name, and a
-killed job can't leave anything behind. Each rank owns one *control page* and any number of arenas; it writes its own
-alone, and maps those of its peers read-only.
+killed job can't leave anything behind. Each rank owns one *control page*, which it writes alone, and any number of
+arenas. Where every rank has the compiled helper, peers deliver sums into these.
+
+Note: deliveries. A rank that is late, or stopped by a signal, must not write into the gradients of a step that its
+peers have given up. So it says on its page that it writes, then looks whether somebody has shut their memory for this
+epoch; who leaves an epoch by a failure shuts first, then waits until nobody writes. Each looks after it has spoken, so
+one of them sees the other.
 
 Note: the clock. `epoch << 32 | ticks`, written by its rank alone. Ticks grow with every plan that runs; an epoch is one
 synchronised backward. A rank that fails says in which epoch, and leaves for the next one, so a peer still waiting
@@ -32,13 +37,14 @@ import torch
 
 from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
 from ddpx.group import Group
+from ddpx.library import LIBRARY
 from ddpx.transport import header_mismatch
 
 LINE = 128  # bytes: two cache lines, since processors fetch them in pairs
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
-TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, SLEEP_AT, TEXT_AT = (
-    *(LINE * line for line in range(5)),
+TOKEN_AT, CLOCK_AT, FAILED_AT, HEADER_AT, SLEEP_AT, WRITING_AT, SHUT_AT, TEXT_AT = (
+    *(LINE * line for line in range(7)),
     PAGE_BYTES,
 )
 HEADERS = 4  # epochs whose headers stand on a page; a peer is never more than one or two ahead
@@ -46,6 +52,7 @@ FAILURES = LINE // 8  # epochs whose failures do; a peer gets ahead by failing a
 TEXT_BYTES = 4096  # words of one failure
 SPIN_S = 30e-6
 SLICE_S = 0.05  # the longest sleep between two looks at the peers
+SHUT_S = 100e-6  # between two looks whether anybody still writes here
 MAX_TICKS = 1 << 32
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
@@ -69,6 +76,17 @@ class Address:
     pid: int
     fd: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Where the words on a rank's control page lie in this process."""
+
+    clock: int
+    headers: int
+    sleep: int
+    writing: int
+    shut: int
 
 
 class Segment:
@@ -97,10 +115,11 @@ class Segment:
             raise
 
     @classmethod
-    def open(cls, address: Address) -> "Segment":
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def open(cls, address: Address, writable: bool) -> "Segment":
+        access = os.O_RDWR if writable else os.O_RDONLY
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
         try:
-            return cls(fd, address.nbytes, writable=False)
+            return cls(fd, address.nbytes, writable)
         finally:
             os.close(fd)
 
@@ -144,6 +163,11 @@ class _ControlPage:
         """The last epoch that its rank entered with a header."""
         return max(self.words[HEADER_AT // 8 + 2 * slot + 1] for slot in range(HEADERS))
 
+    @property
+    def writing(self) -> bool:
+        """Whether its rank is writing into its peers' memory."""
+        return self.words[WRITING_AT // 8] != 0
+
     def write_header(self, epoch: int, header: int) -> None:
         at = HEADER_AT // 8 + 2 * (epoch % HEADERS)
         self.words[at] = header
@@ -173,10 +197,12 @@ class SharedMemory:
         self.rank, self.world_size = group.rank, group.world_size
         self.timeout_s = group.timeout_s
         self.clock = 0
-        self.bytes_read = 0  # from peers, counted by the plans as they run
+        self.bytes_read = 0  # from peers, or written here by them; counted by the plans as they run
         self.last_peer = self.rank  # the peer that the last blocking wait was for
         self.scratch: torch.Tensor | None = None
+        self.delivers = False
         self._failure: Error | None = None  # what ended a plan in this epoch
+        self._broken: Error | None = None  # what makes all epochs impossible from here on
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
         token = secrets.token_bytes(16)
@@ -191,6 +217,7 @@ class SharedMemory:
             if peer != self.rank
         }
         group.is_dead = self._is_dead
+        self.delivers = all(group.gather("compiled helpers", LIBRARY is not None))
 
     def _share(self, what: str, own: Segment, host: str = "", token: bytes = b"") -> list[Segment]:
         """Everyone's segment, in rank order, or Error on all ranks alike."""
@@ -201,7 +228,7 @@ class SharedMemory:
                 try:
                     if their_host != host:
                         raise OSError(f"it is on another host ({their_host} and {host})")
-                    segment = own if peer == self.rank else Segment.open(address)
+                    segment = own if peer == self.rank else Segment.open(address, self.delivers)
                     if segment.memory[TOKEN_AT : TOKEN_AT + len(their_token)] != their_token:
                         raise OSError("another process has that number in this namespace")
                     segments.append(segment)
@@ -252,6 +279,8 @@ class SharedMemory:
 
         None: this rank enters only to say that it failed, and until it has, peers wait.
         """
+        if self._broken is not None:
+            raise self._broken
         if header is not None:
             self._own.write_header(epoch, header)
         self.clock = epoch << 32
@@ -261,6 +290,34 @@ class SharedMemory:
         """Tell everybody that this rank failed in its present epoch, and why."""
         self._own.write_failure(self.clock >> 32, message)
         self._wake()
+
+    def shut(self) -> None:
+        """Let no peer write into this rank's memory in its present epoch any more, and return when none does.
+
+        A peer that stays in the middle of writing, stopped by a signal, makes every later epoch impossible instead.
+        """
+        if not self.delivers or LIBRARY is None:
+            return
+        LIBRARY.ddpx_shut(self.addresses(self.rank).shut, (self.clock >> 32) + 1)
+        deadline = time.monotonic() + self.timeout_s
+        for peer, page in enumerate(self._pages):
+            while peer != self.rank and page.writing and not self._is_dead(peer):
+                if time.monotonic() > deadline:
+                    self._broken = DeadlineExceeded(
+                        f"rank {peer} has been writing a sum into the memory of rank {self.rank} for "
+                        f"{self.timeout_s:.0f} s: its process is stopped. Start the job again."
+                    )
+                    return
+                time.sleep(SHUT_S)
+
+    def refused(self) -> None:
+        """Raise what made a peer shut its memory in the present epoch."""
+        try:
+            self.poll()
+            raise PeerFailed(f"a peer of rank {self.rank} has given up the present step and does not say why")
+        except Error as error:
+            self._failure = error
+            raise
 
     def poll(self) -> None:
         """Raise PeerFailed if a rank failed in the present epoch; this one too, so that its own waits end."""
@@ -287,10 +344,9 @@ class SharedMemory:
         """What this rank entered its present epoch with."""
         return self._own.header(self.clock >> 32) or 0
 
-    def addresses(self, rank: int) -> tuple[int, int, int]:
-        """Where a rank's clock, its headers and its word of sleep lie in this process."""
+    def addresses(self, rank: int) -> Words:
         page = self._pages[rank].clock_address - CLOCK_AT
-        return page + CLOCK_AT, page + HEADER_AT, page + SLEEP_AT
+        return Words(page + CLOCK_AT, page + HEADER_AT, page + SLEEP_AT, page + WRITING_AT, page + SHUT_AT)
 
     def _wake(self) -> None:
         if _FUTEX_CALL is not None:  # always: Python has no fence between the clock's write and a look at who sleeps
