@@ -113,9 +113,8 @@ class Machine:
     others: float = 0.0  # the share of all processors that other processes took meanwhile
 
     def limit_s(self, nbytes: int, n: int) -> float:
-        """The two-shot all-reduce's bytes at this speed: n slices read and one written, then n-1 copied."""
-        touched = (n + 1) / n * nbytes + 2 * (n - 1) / n * nbytes
-        return touched / (2 * self.copy_bytes_per_s)
+        """The least that an all-reduce of n ranks moves, at this speed: each reads n slices and writes n."""
+        return nbytes / self.copy_bytes_per_s if n > 1 else 0.0
 
 
 # ---- On every rank ---------------------------------------------------------------------------------------------------
@@ -298,7 +297,7 @@ def report(rows: Sequence[Row], fits: dict[str, Fit], machine: Machine, n: int) 
                 + [f"{torch_s / row.median_s:.2f}×", *model]
             )
         if nbytes >= CACHED_BYTES:
-            lines.append(["two-shot at the speed of memory", seconds_text(machine.limit_s(nbytes, n)), *[""] * 6])
+            lines.append(["the speed of memory", seconds_text(machine.limit_s(nbytes, n)), *[""] * 6])
         parts.append(table(lines))
     said = [
         f"memory: a rank copies {bandwidth_text(machine.copy_bytes_per_s)} and adds "
@@ -453,7 +452,7 @@ def draw(path: Path, rows: Sequence[Row], fits: dict[str, Fit], machine: Machine
                 [machine.limit_s(size, n) for size in beyond],
                 color="grey",
                 ls=":",
-                label="two-shot at the speed of memory",
+                label="the speed of memory",
             )
         for crossing in measured_crossings(rows, transport):
             axis.axvline(crossing.nbytes, color="grey", lw=0.7, ls="--")

@@ -112,6 +112,7 @@ def test_medians_spread_and_bandwidths():
     assert "4.00×" in text and "2.1 GB/s" in text and "3.15 GB/s" in text  # algbw, and 1.5 times that
 
 
-def test_the_two_shot_limit_counts_every_byte_touched():
-    # Two ranks: each reads two halves and writes one, then copies a half: 2.5 buffers at 2 × 10 GB/s.
-    assert MACHINE.limit_s(10**9, 2) == pytest.approx(2.5 / 20)
+def test_the_limit_counts_every_byte_that_must_be_read_or_written():
+    # Whatever the number of ranks: each reads n slices of 1/n and writes n, and a copy does both at 10 GB/s.
+    assert MACHINE.limit_s(10**9, 2) == MACHINE.limit_s(10**9, 4) == pytest.approx(0.1)
+    assert MACHINE.limit_s(10**9, 1) == 0
