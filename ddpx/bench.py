@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ddpx import gate
 from ddpx.algorithms import ALGORITHMS
 from ddpx.communicator import Communicator
 from ddpx.cost import Fabric, Fit, Sample, best_by_size, fit, predict
@@ -48,24 +49,6 @@ MIN_ROUNDS, MAX_REPETITIONS = 3, 2000
 TORCH = "torch all_reduce"
 BUSY = 0.1
 CACHED_BYTES = 1 << 20  # smaller buffers may stay in caches, which are faster than memory
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """A promise: shared memory's all-reduce at least `bound` times faster than torch's at these sizes."""
-
-    nbytes: int
-    bound: float
-
-
-GATES = tuple(
-    Gate(parse_bytes(size), bound)
-    for size, bound in (
-        *(("1KiB", 8.0), ("8KiB", 8.0), ("64KiB", 8.0)),
-        *(("1MiB", 6.0), ("4MiB", 6.0)),
-        *(("25MiB", 7.0), ("100MiB", 7.0)),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,22 +306,6 @@ def report(rows: Sequence[Row], fits: dict[str, Fit], machine: Machine, n: int) 
     return "\n\n".join([*parts, "\n".join(said)])
 
 
-def gate(rows: Sequence[Row]) -> tuple[str, bool]:
-    """Each promised ratio beside its bound, and whether all hold."""
-    lines = [["all-reduce in shared memory against torch's", "ratio", "bound", ""]]
-    held = True
-    for promise in GATES:
-        here = {row.contender: row for row in rows if row.nbytes == promise.nbytes}
-        ours = [row for name, row in here.items() if name.startswith("shared_memory")]
-        if TORCH not in here or not ours:
-            continue
-        ratio = here[TORCH].median_s / ours[0].median_s
-        held = held and ratio >= promise.bound
-        verdict = "holds" if ratio >= promise.bound else "MISSED"
-        lines.append([bytes_text(promise.nbytes), f"{ratio:.2f}×", f"{promise.bound:g}×", verdict])
-    return table(lines), held
-
-
 def save(out: Path, rows: Sequence[Row], fits: dict[str, Fit], machine: Machine, n: int, settings: Settings) -> None:
     """bench.json, bench.csv and bench.png."""
     out.mkdir(parents=True, exist_ok=True)
@@ -501,7 +468,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     """Settings from arguments; ValueError says what is wrong."""
     sizes = args.sizes
     if sizes is None:
-        sizes = ",".join(str(promise.nbytes) for promise in GATES) if args.gate else SIZES
+        sizes = gate.SIZES if args.gate else SIZES
     itemsize = DTYPES[args.dtype].itemsize
     parsed = tuple(dict.fromkeys(parse_bytes(size) // itemsize * itemsize for size in sizes.split(",")))
     if min(parsed) < itemsize:
@@ -509,7 +476,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     algorithms = _names("algorithm", args.algorithms, ALGORITHM_NAMES, ("auto", "hierarchical"))
     transports = _names("transport", args.transports, TRANSPORT_NAMES, ("hierarchical",))
     if args.gate:
-        algorithms, transports = ("auto",), ("shared_memory",)
+        algorithms = ("auto",)
     if args.rounds < 1 or args.seconds <= 0:
         raise ValueError("--rounds and --seconds are above zero")
     if args.link:
@@ -532,9 +499,10 @@ def run(args: argparse.Namespace) -> int:
         if args.nproc is not None:
             raise ValueError("--nproc starts ranks, but torchrun has started them already")
         dist.init_process_group("gloo")
-        code = _on_rank(settings, args.out, args.gate)
+        _on_rank(settings, args.out, args.gate)
+        rank = dist.get_rank()
         dist.destroy_process_group()
-        return code
+        return _judge(args.out, profiles=False) if args.gate and rank == 0 else 0
     nproc = 2 if args.nproc is None else args.nproc
     if nproc < 1:
         raise ValueError(f"--nproc {nproc}: at least one rank")
@@ -550,7 +518,22 @@ def run(args: argparse.Namespace) -> int:
         except torch.multiprocessing.ProcessRaisedException as error:
             print(f"python -m ddpx bench: {error}")
             return 1
-    return 0
+    return _judge(args.out, profiles=True) if args.gate else 0
+
+
+def _judge(out: Path, profiles: bool) -> int:
+    """Print every promise beside its bound; 1 if one is missed."""
+    document = json.loads((out / "gate.json").read_text(encoding="utf-8"))
+    promises = [gate.Promise(**promise) for promise in document["promises"]]
+    unmeasured: list[gate.Unmeasured] = []
+    if profiles:
+        more, unmeasured = gate.of_profiles(out)
+        promises += more
+        document = gate.as_document(promises, unmeasured)
+        (out / "gate.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text, held = gate.report(promises, unmeasured)
+    print(f"\n{text}")
+    return 0 if held else 1
 
 
 def _start(rank: int, world_size: int, folder: str, settings: Settings, out: Path, gated: bool) -> None:
@@ -558,14 +541,12 @@ def _start(rank: int, world_size: int, folder: str, settings: Settings, out: Pat
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
-    code = _on_rank(settings, out, gated)
+    _on_rank(settings, out, gated)
     dist.barrier()
     dist.destroy_process_group()
-    if code:
-        raise SystemExit(code)
 
 
-def _on_rank(settings: Settings, out: Path, gated: bool) -> int:
+def _on_rank(settings: Settings, out: Path, gated: bool) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         chosen = f"{', '.join(settings.algorithms)} over {', '.join(settings.transports)}"
@@ -576,14 +557,22 @@ def _on_rank(settings: Settings, out: Path, gated: bool) -> int:
         if settings.link:
             print(f"emulated link under ours, not under torch's: {settings.link}")
     rows, machine = measure(settings)
-    code = 0
+    halves = _measure_halves(settings) if gated else {}
     if rank == 0:
         fits = fit_rows(rows, n, machine)
         print(f"\n{report(rows, fits, machine, n)}")
         save(out, rows, fits, machine, n, settings)
         print(f"\nwritten: {out}/bench.json, bench.csv, bench.png")
         if gated:
-            text, held = gate(rows)
-            print(f"\n{text}")
-            code = 0 if held else 1
-    return code
+            promises = gate.of_all_reduce(rows, machine, n, len(os.sched_getaffinity(0))) + gate.of_halves(halves, n)
+            (out / "gate.json").write_text(json.dumps(gate.as_document(promises), indent=1) + "\n", encoding="utf-8")
+
+
+def _measure_halves(settings: Settings) -> dict[str, list[Row]]:
+    """By dtype: all-reduces of as many elements in shared memory. A collective."""
+    numel = parse_bytes(gate.HALVES_AT) // 4
+    found = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        sizes = (numel * DTYPES[dtype].itemsize,)
+        found[dtype] = measure(replace(settings, sizes=sizes, transports=("shared_memory",), dtype=dtype))[0]
+    return found

@@ -68,7 +68,7 @@ def test_it_joins_the_ranks_that_torchrun_started(tmp_path: Path, monkeypatch, c
     assert "torchrun has started them already" in capsys.readouterr().err
     code = main(["bench", "--gate", "--sizes", "1KiB", "--seconds", "0.1", "--out", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "1 KiB, 1 ranks" in out
+    assert "1 KiB, 1 ranks: torch's time over shared_memory auto" in out and "of float32" in out
     assert code == (1 if "MISSED" in out else 0)
 
 
@@ -93,16 +93,6 @@ def test_crossings_lie_where_the_lines_of_the_picture_meet():
     (crossing,) = bench.measured_crossings(rows, "x")
     assert (crossing.before, crossing.after, crossing.nbytes) == ("tree", "ring", pytest.approx(1 << 12))
     assert bench.measured_crossings(rows[:2], "x") == []
-
-
-def test_the_gate_shows_each_ratio_beside_its_bound_and_fails_when_one_is_missed():
-    small, large = 1 << 10, 25 << 20
-    rows = [row(bench.TORCH, small, 10.0), row("shared_memory auto", small, 1.0)]
-    text, held = bench.gate(rows)
-    assert held and "10.00×" in text and "holds" in text
-    rows += [row(bench.TORCH, large, 6.9), row("shared_memory auto", large, 1.0)]
-    text, held = bench.gate(rows)
-    assert not held and "25 MiB" in text and "MISSED" in text
 
 
 def test_medians_spread_and_bandwidths():
