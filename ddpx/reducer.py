@@ -710,7 +710,7 @@ class Reducer:
             f"{UNFINISHED} This error indicates that your module has parameters that were not used in producing loss. "
             f"It is found here at the end of the very backward that left them out, on rank {self.rank}: bucket {first} "
             f"still lacks {lacking} of {total} gradients. {self._without_text(unused)}\n"
-            "Every parameter must reach the loss, and all outputs of forward that carry them must take part in "
+            "Every parameter must reach the loss, by making sure all `forward` function outputs participate in "
             "calculating loss; or you can enable unused parameter detection by passing the keyword argument "
             "`find_unused_parameters=True` to the wrapper."
         )

@@ -8,7 +8,8 @@
 Each test runs in two fresh processes; the class is swapped in each of them before the test begins. A test counts
 against us when it passes with torch's class and not with ours; EXCEPTIONS has the reasons of those we know. With
 --forgive-first, the first error about unused parameters passes unseen with ours, as it does with DDP; so tests that
-want it one iteration later run on, and read what it says. Needs `expecttest`, as torch's tests do.
+want it one iteration later run on, and read what it says (three want it to tell of TORCH_DISTRIBUTED_DEBUG, which ours
+does not need: it has the names at every level). Needs `expecttest`, as torch's tests do.
 """
 
 import argparse
