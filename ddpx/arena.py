@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddpx.bucket import Item, Layout
-from ddpx.communicator import Communicator
+from ddpx.communicator import Communicator, NothingToDo
 from ddpx.execute import Plan
 from ddpx.stream import Pending
 
@@ -96,9 +96,7 @@ def bind(
         slot.buckets = buckets_of.get(slot.index, ())
         slot.view = None
         if slot.in_arena:
-            slot.view = gradient_view(arenas[_arena_name(slot, wire_dtype)], layout.offsets[slot.index], slot.param)
-            slot.is_view = want_views and slot.view.dtype == slot.param.dtype
-            slot.is_small = slot.is_view and 0 < slot.param.nbytes <= SMALL_BYTES
+            _look_at(slot, arenas[_arena_name(slot, wire_dtype)], layout.offsets[slot.index], want_views)
     buckets = []
     for index, planned in enumerate(layout.buckets):
         flat = arenas[planned.arena][planned.begin : planned.end]
@@ -106,6 +104,33 @@ def bind(
         plan = communicator.plan_all_reduce(flat)
         buckets.append(Bucket(index, flat, members, plan, communicator.choose(flat.nbytes)))
     return buckets, arenas
+
+
+def bind_alone(
+    layout: Layout, slots: Sequence[Slot], device: torch.device, wire_dtype: torch.dtype | None, want_views: bool
+) -> list[Bucket]:
+    """Buckets of whole parameters for a communication hook, each in memory of its own, which no plan reduces."""
+    for slot in slots:
+        slot.buckets, slot.view, slot.arena = (), None, None
+        if slot.in_arena:
+            _look_at(slot, torch.empty(0, dtype=wire(slot.param, wire_dtype), device=device), 0, want_views)
+    buckets = []
+    for index, planned in enumerate(layout.buckets):
+        members = tuple(slots[item] for item in planned.items)
+        flat = torch.zeros(planned.end - planned.begin, dtype=wire(members[0].param, wire_dtype), device=device)
+        begin = 0
+        for slot in members:
+            slot.buckets, slot.arena, slot.begin, slot.end = (index,), flat, begin, begin + _wire_numel(slot.param)
+            _look_at(slot, flat, begin, want_views)
+            begin = slot.end
+        buckets.append(Bucket(index, flat, members, NothingToDo(), "hook"))
+    return buckets
+
+
+def _look_at(slot: Slot, arena: Tensor, offset: int, want_views: bool) -> None:
+    slot.view = gradient_view(arena, offset, slot.param)
+    slot.is_view = want_views and slot.view.dtype == slot.param.dtype
+    slot.is_small = slot.is_view and 0 < slot.param.nbytes <= SMALL_BYTES
 
 
 def _arena_name(slot: Slot, wire_dtype: torch.dtype | None) -> str:

@@ -1,7 +1,13 @@
 """torch's communication hooks on our buckets: a `GradBucket` that hooks can read, and what to wait for afterwards.
 
 With a hook, buckets are whole parameters without gaps, and hold gradients that nobody has divided: the hook does.
-Buckets are handed over in index order on every rank, in the thread that runs backward, as DDP does it.
+Buckets are handed over in index order on every rank, in the thread that runs backward, as DDP does it. Each lies in
+memory of its own, so that a hook may resize it.
+
+Note: one bucket at a time. Some stock hooks call collectives from callbacks of their futures. On CPU these run in the
+process group's threads, whenever an earlier collective happens to end; so with two buckets under way ranks would call
+in different orders, and threads that wait in callbacks would leave none to communicate (DDP hangs there). For these
+hooks the next bucket waits until the last one has ended.
 """
 
 import inspect
@@ -14,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpx.arena import Bucket
+from ddpx.arena import Bucket, gradient_view
 from ddpx.errors import DeadlineExceeded
 from ddpx.stream import POLL_S
 
@@ -22,12 +28,16 @@ Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 class GradBucket:
-    """What a hook sees of a bucket; the methods are those of torch.distributed.GradBucket."""
+    """What a hook sees of a bucket; the methods are those of torch.distributed.GradBucket.
 
-    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+    `in_memory_order`: gradients as DDP cuts them, contiguous whatever the order of their parameters' dimensions.
+    """
+
+    def __init__(self, bucket: Bucket, is_last: bool, in_memory_order: bool = False) -> None:
         self._bucket = bucket
-        self._buffer = bucket.flat
+        self._buffer = bucket.flat.detach()  # a tensor of its own on the same memory: resizing it is the hook's affair
         self._is_last = is_last
+        self._in_memory_order = in_memory_order
 
     def index(self) -> int:
         """The bucket's number, which is its place in the order of launching."""
@@ -38,8 +48,15 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Each parameter's gradient: views of the original buffer."""
-        return [slot.view for slot in self._bucket.slots if slot.view is not None]
+        """Each parameter's gradient: views of the buffer."""
+        flat = self._buffer
+        if self._in_memory_order and not any(slot.param.is_complex() for slot in self._bucket.slots):
+            return [
+                flat[slot.begin : slot.begin + slot.param.numel()].view(slot.param.shape) for slot in self._bucket.slots
+            ]
+        if flat.dtype == self._bucket.flat.dtype and flat.data_ptr() == self._bucket.flat.data_ptr():
+            return [slot.view for slot in self._bucket.slots if slot.view is not None]
+        return [gradient_view(flat, slot.begin, slot.param) for slot in self._bucket.slots]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [slot.param for slot in self._bucket.slots]
@@ -52,33 +69,47 @@ class GradBucket:
         self._buffer = buffer
 
 
+class _End:
+    """When a future ended. Nothing else, since a future that never ends keeps its callbacks for good."""
+
+    def __init__(self) -> None:
+        self.ended_s: float | None = None
+        self.finished = threading.Event()
+
+    def note(self, _: Any) -> None:
+        self.ended_s = time.perf_counter()
+        self.finished.set()
+
+
 class HookPending:
-    """The future a hook returned. Waiting for it copies its tensor into the bucket."""
+    """The future a hook returned. Waiting for it copies its tensor into the bucket, once."""
 
     def __init__(self, future: torch.futures.Future[Tensor], bucket: Bucket) -> None:
         self.started_s: float | None = time.perf_counter()
-        self.ended_s: float | None = None
-        self._future = future
+        self._end = _End()
+        self._future: torch.futures.Future[Tensor] | None = future
         self._bucket = bucket
-        self._finished = threading.Event()
         if bucket.flat.device.type == "cpu":
-            future.add_done_callback(self._note_end)
+            future.add_done_callback(self._end.note)
 
-    def _note_end(self, _: Any) -> None:
-        self.ended_s = time.perf_counter()
-        self._finished.set()
+    @property
+    def ended_s(self) -> float | None:
+        return self._end.ended_s
 
     def done(self) -> bool:
-        return bool(self._future.done())
+        return self._future is None or bool(self._future.done())
 
     def wait(self, poll: Callable[[], None], timeout_s: float) -> None:
+        if self._future is None:
+            return
         if self._bucket.flat.device.type == "cpu":
             deadline = time.monotonic() + timeout_s
-            while not self._finished.wait(POLL_S):
+            while not self._end.finished.wait(POLL_S):
                 poll()
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(f"a communication hook's future did not end within {timeout_s:.0f} s")
-        result = self._future.wait()
+        future, self._future = self._future, None
+        result = future.wait()
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
         if not isinstance(result, Tensor):
@@ -95,9 +126,15 @@ class HookRunner:
         self.state = state
         self.hook = hook
         self.name = name or getattr(hook, "__qualname__", type(hook).__name__)
+        self._is_power_sgd = type(state).__name__ == "PowerSGDState"
+
+    def goes_one_at_a_time(self, bucket: Bucket) -> bool:
+        """Whether `bucket` has to wait for the one before it; see the note at the top."""
+        return self._is_power_sgd and bucket.index > 0 and bucket.flat.device.type == "cpu"
 
     def launch(self, bucket: Bucket, bucket_count: int) -> HookPending:
-        future = self.hook(self.state, GradBucket(bucket, bucket.index == bucket_count - 1))
+        is_last = bucket.index == bucket_count - 1
+        future = self.hook(self.state, GradBucket(bucket, is_last, in_memory_order=self._is_power_sgd))
         if not isinstance(future, (torch.futures.Future, torch._C.Future)):
             raise RuntimeError(
                 "expected a torch.futures.Future: DDP communication hook's callback must return a "

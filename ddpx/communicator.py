@@ -45,8 +45,8 @@ CHOICES = {
 }
 
 
-class _NothingToDo:
-    """The plan of a group of one."""
+class NothingToDo:
+    """The plan of a group of one, and of a bucket that a communication hook reduces."""
 
     peer_wait_s = 0.0
     last_peer = 0
@@ -321,13 +321,13 @@ class Communicator:
     def plan_all_reduce(self, flat: torch.Tensor, operation: str = "sum", algorithm: str | None = None) -> Plan:
         """A plan that makes `flat`, in memory from `empty`, the sum over ranks; the same bits on all of them."""
         if self.transport is None:
-            return _NothingToDo()
+            return NothingToDo()
         return self.compile(self.schedule("all_reduce", flat.nbytes, algorithm), flat, operation)
 
     def plan_broadcast(self, flat: torch.Tensor, root: int = 0) -> Plan:
         """A plan that makes `flat`, in memory from `empty`, bitwise the root's."""
         if self.transport is None:
-            return _NothingToDo()
+            return NothingToDo()
         return self.compile(self.schedule("broadcast", flat.nbytes, root=root), flat)
 
     # ---- The stream, and failures ------------------------------------------------------------------------------------

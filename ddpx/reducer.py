@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddpx.arena import Bucket, Slot, bind, items_of, names_text
+from ddpx.arena import Bucket, Slot, bind, bind_alone, items_of, names_text
 from ddpx.bucket import plan_buckets
 from ddpx.comm_hooks import GradBucket, HookRunner, run_allreduce
 from ddpx.communicator import Communicator
@@ -439,10 +439,15 @@ class Reducer:
         if current.small:
             self._write_small(current)
         while current.next_launch < len(self.buckets) and not self.buckets[current.next_launch].missing:
-            self._launch(self.buckets[current.next_launch])
+            try:
+                self._launch(self.buckets[current.next_launch])
+            except Exception as error:  # a communication hook's
+                self._fail_round(self._explain(error), error)
             current.next_launch += 1
 
     def _launch(self, bucket: Bucket) -> None:
+        if self._hook is not None and self._hook.goes_one_at_a_time(bucket):
+            self._wait(self.buckets[bucket.index - 1])
         bucket.launched_s = time.perf_counter()
         if self._hook is not None:
             bucket.pending = self._hook.launch(bucket, len(self.buckets))
@@ -623,9 +628,14 @@ class Reducer:
             whole_items=self._hook is not None,
             bytes_list=self.options.bucket_bytes_list,
         )
-        self.buckets, self.arenas = bind(
-            layout, self.slots, self.communicator, self.options.wire_dtype, self.gradients_are_views
-        )
+        wire_dtype = self.options.wire_dtype
+        if self._hook is not None:
+            device = self.communicator.device
+            self.buckets, self.arenas = bind_alone(layout, self.slots, device, wire_dtype, self.gradients_are_views), {}
+        else:
+            self.buckets, self.arenas = bind(
+                layout, self.slots, self.communicator, wire_dtype, self.gradients_are_views
+            )
         self._rehearsed = True
 
     def _as_rank_0(self, order: list[int]) -> list[int]:
@@ -700,7 +710,7 @@ class Reducer:
             f"{UNFINISHED} This error indicates that your module has parameters that were not used in producing loss. "
             f"It is found here at the end of the very backward that left them out, on rank {self.rank}: bucket {first} "
             f"still lacks {lacking} of {total} gradients. {self._without_text(unused)}\n"
-            "Every parameter must reach the loss, and all outputs of forward that carry them must take part in "
+            "Every parameter must reach the loss, by making sure all `forward` function outputs participate in "
             "calculating loss; or you can enable unused parameter detection by passing the keyword argument "
             "`find_unused_parameters=True` to the wrapper."
         )

@@ -1,5 +1,8 @@
 """torch's stock communication hooks do with ours what they do with DDP; what is no hook is refused in DDP's words."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,9 +10,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
+    optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpx
@@ -21,6 +27,14 @@ CAP_MB = 0.0001  # several buckets for a toy
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def model_of(shape: str) -> nn.Module:
+    if shape == "linear":
+        return model()
+    torch.manual_seed(0)
+    convolutions = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3))
+    return convolutions.to(memory_format=torch.channels_last)
 
 
 def power_state() -> powerSGD_hook.PowerSGDState:
@@ -52,12 +66,13 @@ def register(wrapper, name: str) -> None:
         wrapper.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
 
-def gradients(wrapper, rank: int, steps: int = 4) -> list[list[torch.Tensor]]:
+def gradients(wrapper, rank: int, steps: int = 4, shape: str = "linear") -> list[list[torch.Tensor]]:
+    sizes = (3, 8) if shape == "linear" else (2, 4, 9, 9)
     found = []
     for step in range(steps):
         wrapper.zero_grad()
         torch.manual_seed(100 * rank + step)
-        wrapper(torch.randn(3, 8)).pow(2).sum().backward()
+        wrapper(torch.randn(*sizes)).pow(2).sum().backward()
         found.append([param.grad.clone() for param in wrapper.parameters()])
     return found
 
@@ -83,8 +98,7 @@ def test_a_stock_hook_gives_the_gradients_it_gives_with_ddp(ranks, name) -> None
 
 
 def with_hook(rank: int, world_size: int, name: str) -> list[float]:
-    # PowerSGD calls collectives, and waits for them, in callbacks on gloo's two threads: more buckets would starve it.
-    hooked, plain = DDPX(model()), DDPX(model())
+    hooked, plain = DDPX(model(), bucket_cap_mb=CAP_MB), DDPX(model())
     register(hooked, name)
     found, wanted = gradients(hooked, rank), gradients(plain, rank)
     flat = torch.cat([grad.flatten() for grad in found[-1]])
@@ -98,6 +112,39 @@ def test_power_sgd_reduces_in_full_first_and_approximates_then(ranks) -> None:
     distances = ranks(2).run(with_hook, "power_sgd")[0]
     assert distances[0] < 1e-5 and distances[1] < 1e-5
     assert all(distance > 1e-4 for distance in distances[2:])
+
+
+def in_turn(hook):
+    """The hook, made to end before it returns: without that DDP hangs where callbacks call collectives on gloo."""
+
+    def hook_in_turn(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        future.wait()
+        return future
+
+    return hook_in_turn
+
+
+def power_sgd_beside_ddp(rank: int, world_size: int, wrapped: str, shape: str) -> float:
+    hook = {
+        "plain": powerSGD_hook.powerSGD_hook,
+        "fp16": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        "bf16": default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    }[wrapped]
+    ours, theirs = (kind(model_of(shape), bucket_cap_mb=CAP_MB) for kind in (DDPX, DistributedDataParallel))
+    ours.register_comm_hook(power_state(), hook)
+    theirs.register_comm_hook(power_state(), in_turn(hook))
+    found, wanted = (gradients(wrapper, rank, 6, shape) for wrapper in (ours, theirs))
+    assert len(ours.reducer.buckets) > 2
+    return furthest(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "shape", "world_size"),
+    [("plain", "linear", 2), ("plain", "linear", 3), ("fp16", "linear", 2), ("plain", "channels_last", 2)],
+)
+def test_power_sgd_on_several_buckets_gives_what_ddp_gives(ranks, wrapped, shape, world_size) -> None:
+    assert max(ranks(world_size).run(power_sgd_beside_ddp, wrapped, shape, timeout_s=20)) < 1e-5
 
 
 def test_bf16_compression_works_on_gloo_too(ranks) -> None:
@@ -179,6 +226,117 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_what_is_no_hook_is_refused_in_ddps_words(ranks) -> None:
     ranks(2).run(refusals)
+
+
+def resizes(rank: int, world_size: int) -> float:
+    """As batched PowerSGD does: pad the bucket, work on it, cut it off."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        numel = buffer.numel()
+        buffer.resize_(3 * numel)[numel:] = 1e6
+        buffer.resize_(numel)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    hooked, plain = DDPX(model(), bucket_cap_mb=CAP_MB), DDPX(model())
+    hooked.register_comm_hook(None, hook)
+    return furthest(gradients(hooked, rank), gradients(plain, rank))
+
+
+def test_a_hook_may_resize_its_bucket(ranks) -> None:
+    assert max(ranks(2).run(resizes)) < 1e-5
+
+
+def optimizer_in_hook(rank: int, world_size: int) -> float:
+    """Parameters after some steps, beside DDP."""
+    from torch.distributed.optim.functional_sgd import _FunctionalSGD
+
+    found = []
+    for kind in (DDPX, DistributedDataParallel):
+        wrapper = kind(model(), bucket_cap_mb=CAP_MB)
+        state = optimizer_overlap_hooks._OptimizerHookState(_FunctionalSGD([], 0.1, _allow_empty_param_list=True))
+        hook = default_hooks.fp16_compress_hook
+        wrapper.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer(hook, state))
+        for step in range(4):
+            gradients(wrapper, 10 * rank + step, 1)
+        found.append([param.detach() for param in wrapper.parameters()])
+    return furthest(*([params] for params in found))
+
+
+def test_an_optimizer_behind_a_hook_steps_as_it_does_with_ddp(ranks) -> None:
+    assert max(ranks(2).run(optimizer_in_hook)) < 1e-6
+
+
+def model_averaging(rank: int, world_size: int) -> float:
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    found = []
+    for kind in (DDPX, DistributedDataParallel):
+        wrapper = kind(model(), bucket_cap_mb=CAP_MB)
+        alone = [dist.new_group([member]) for member in range(world_size)][rank]
+        wrapper.register_comm_hook(
+            post_localSGD_hook.PostLocalSGDState(None, alone, 2), post_localSGD_hook.post_localSGD_hook
+        )
+        averager = PeriodicModelAverager(period=2, warmup_steps=2)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(wrapper.parameters(), lr=0.1), averager)
+        for step in range(7):
+            gradients(wrapper, 10 * rank + step, 1)
+            optimizer.step()
+        found.append([param.detach() for param in wrapper.parameters()])
+    return furthest(*([params] for params in found))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_post_local_sgd_with_model_averaging_gives_ddps_parameters(ranks, world_size) -> None:
+    assert max(ranks(world_size).run(model_averaging)) < 1e-6
+
+
+def quantized(rank: int, world_size: int, name: str) -> list[str]:
+    words = []
+    for kind in (DDPX, DistributedDataParallel):
+        wrapper = kind(model(), bucket_cap_mb=25)
+        wrapper.register_comm_hook(dist.group.WORLD, getattr(quantization_hooks, name))
+        with pytest.raises(RuntimeError) as failure:
+            gradients(wrapper, rank, 1)
+        words.append(str(failure.value).split("At:")[0])
+    return words
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
+def test_quantization_hooks_fail_on_gloo_with_torchs_own_error(ranks, name) -> None:
+    """They read the result of an all_gather as NCCL shapes it."""
+    for ours, theirs in ranks(2).run(quantized, name):
+        assert ours == theirs and "IndexError" in ours
+
+
+def memory_after_failure(rank: int, world_size: int) -> tuple[bool, bool, str]:
+    never: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    wrapper = DDPX(model(), bucket_cap_mb=CAP_MB, timeout_s=20)
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if rank == 1 and state["fails"]:
+            raise ValueError("the hook's own words")
+        return never if state["fails"] else default_hooks.allreduce_hook(None, bucket)
+
+    state = {"fails": False}
+    wrapper.register_comm_hook(state, hook)
+    wrapper(torch.ones(1, 8)).sum().backward()
+    state["fails"] = True  # in the second round, where buckets launch inside backward
+    with pytest.raises((ddpx.Error, ValueError, RuntimeError)) as failure:
+        wrapper(torch.ones(1, 8)).sum().backward()
+    words = str(failure.value)
+    reducer, flat = weakref.ref(wrapper.reducer), weakref.ref(wrapper.reducer.buckets[0].flat)
+    del wrapper, failure
+    gc.collect()
+    return reducer() is None, flat() is None, words
+
+
+def test_a_wrapper_whose_hook_failed_lets_its_memory_go(ranks) -> None:
+    answers = ranks(2).run(memory_after_failure, timeout_s=15)
+    assert [answer[:2] for answer in answers] == [(True, True)] * 2
+    assert "rank 1 failed" in answers[0][2] and "the hook's own words" in answers[0][2]
+    assert answers[1][2] == "the hook's own words"
 
 
 def hook_fails_on_one_rank(rank: int, world_size: int) -> str:

@@ -3,10 +3,13 @@
     python tests/torch_ddp_suite.py                      both classes, on gloo, two ranks; the tests that need no GPU
     python tests/torch_ddp_suite.py --on-cpu             and those that want GPUs, with their devices read as the CPU
     python tests/torch_ddp_suite.py --only test_ddp_device --show
+    python tests/torch_ddp_suite.py --on-cpu --only unused --forgive-first
 
 Each test runs in two fresh processes; the class is swapped in each of them before the test begins. A test counts
-against us when it passes with torch's class and not with ours, unless EXCEPTIONS has it. Needs `expecttest`, as
-torch's tests do.
+against us when it passes with torch's class and not with ours; EXCEPTIONS has the reasons of those we know. With
+--forgive-first, the first error about unused parameters passes unseen with ours, as it does with DDP; so tests that
+want it one iteration later run on, and read what it says (three want it to tell of TORCH_DISTRIBUTED_DEBUG, which ours
+does not need: it has the names at every level). Needs `expecttest`, as torch's tests do.
 """
 
 import argparse
@@ -30,18 +33,23 @@ from typing import Any
 WORLD_SIZE = 2
 CLASSES = ("torch", "ddpx")
 EARLIER = "unused parameters are an error in the backward that leaves them out; the test wants it one iteration later"
-EXCEPTIONS: dict[str, str] = {
+# Public: what the test asks for can be seen without looking into DDP. Counted against us all the same.
+PUBLIC_EXCEPTIONS: dict[str, str] = {
     "test_ddp_control_flow_different_across_ranks": EARLIER,
     "test_ddp_control_flow_same_across_ranks": EARLIER,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": EARLIER,
     "test_ddp_multiple_nested_unused_params_error": EARLIER,
     "test_ddp_unused_params_rebuild_buckets_exception": EARLIER,
     "test_ddp_logging_data_cpu": "expects gradient_as_bucket_view off by default, and DDP's buckets",
-    "test_ddp_native_mixed_precision_ignored_params": "reads the private _mp_param of parameters",
     "test_ddp_profiling_torch_profiler": "counts the process group's all-reduces; ours are not its",
+}
+PRIVATE_EXCEPTIONS: dict[str, str] = {
+    "test_ddp_native_mixed_precision_ignored_params": "reads the private _mp_param of parameters",
     "test_skip_all_reduce_unused_parameters": "counts buckets; ours have a fixed size and may cut through a parameter",
     "test_different_graph_across_ranks": "wants has_rebuilt_buckets to be 0; ours are always laid out anew",
 }
+EXCEPTIONS = PUBLIC_EXCEPTIONS | PRIVATE_EXCEPTIONS
+IMAGE, SMALL_IMAGE = 1000, 40  # a side of the images in test_ddp_uneven_inputs, too large to train on CPUs, and for us
 PRELOAD = "DDPX_SUITE_PRELOAD"
 
 
@@ -76,6 +84,8 @@ def read_gpus_as_the_cpu() -> None:
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             name = getattr(function, "__name__", "")
+            if name == "ones" and args[2:] == (IMAGE, IMAGE):
+                args = (*args[:2], SMALL_IMAGE, SMALL_IMAGE)
             if name == "cuda":
                 return args[0]
             if "device" in kwargs:
@@ -126,7 +136,28 @@ def swap(tests: Any) -> None:
                 setattr(module, name, ours)
 
 
-def child(pipe: Connection, name: str, which: str, on_cpu: bool, rank: int, folder: str, log: str) -> None:
+def forgive_first() -> None:
+    """The first error about unused parameters of each wrapper is not raised."""
+    from ddpx.errors import UnusedParameters
+    from ddpx.reducer import Reducer
+
+    end = Reducer._end
+    forgiven: set[int] = set()
+
+    def forgiving_end(self: Any) -> None:
+        try:
+            end(self)
+        except UnusedParameters:
+            if id(self) in forgiven:
+                raise
+            forgiven.add(id(self))
+
+    Reducer._end = forgiving_end  # type: ignore[method-assign]
+
+
+def child(
+    pipe: Connection, name: str, which: str, on_cpu: bool, forgives: bool, rank: int, folder: str, log: str
+) -> None:
     """Run one test on one rank, and send (status, reason)."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -141,6 +172,8 @@ def child(pipe: Connection, name: str, which: str, on_cpu: bool, rank: int, fold
             read_gpus_as_the_cpu()
         if which == "ddpx":
             swap(tests)
+            if forgives:
+                forgive_first()
         case = case_class(tests)(name)
         case.rank, case.file_name = rank, os.path.join(folder, "store")
         dist.init_process_group(
@@ -207,7 +240,9 @@ def _wraps(base: Any, name: str, seen: set[str]) -> bool:
     return any(hasattr(base, helper) and _wraps(base, helper, seen) for helper in helpers)
 
 
-def run_one(context: Any, name: str, which: str, on_cpu: bool, timeout_s: float) -> tuple[str, str, str]:
+def run_one(
+    context: Any, name: str, which: str, on_cpu: bool, forgives: bool, timeout_s: float
+) -> tuple[str, str, str]:
     """Status, reason and output of one test with one class."""
     with tempfile.TemporaryDirectory(prefix="ddpx-suite-") as folder:
         for part in ("barrier", "test_dir"):
@@ -217,7 +252,8 @@ def run_one(context: Any, name: str, which: str, on_cpu: bool, timeout_s: float)
         processes, pipes = [], []
         for rank in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=child, args=(theirs, name, which, on_cpu, rank, folder, log), daemon=True)
+            settings = (name, which, on_cpu, forgives, rank, folder, log)
+            process = context.Process(target=child, args=(theirs, *settings), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -248,6 +284,7 @@ def run_one(context: Any, name: str, which: str, on_cpu: bool, timeout_s: float)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on-cpu", action="store_true", help="run tests for GPUs too, on the CPU")
+    parser.add_argument("--forgive-first", action="store_true", help="see above")
     parser.add_argument("--only", default="", help="a regular expression that names of tests have to match")
     parser.add_argument("--classes", default=",".join(CLASSES), help="torch, ddpx or both")
     parser.add_argument("--timeout-s", type=float, default=60, help="after which a test is ended")
@@ -269,7 +306,9 @@ def main() -> int:
             if results[name].get("torch", ("",))[0] == "skip":
                 results[name][kind] = ("skip", "")
                 continue
-            status, reason, text = run_one(context, name, kind, arguments.on_cpu, arguments.timeout_s)
+            status, reason, text = run_one(
+                context, name, kind, arguments.on_cpu, arguments.forgive_first, arguments.timeout_s
+            )
             results[name][kind] = (status, reason)
             if arguments.show and status == "fail":
                 print(text)
@@ -293,9 +332,16 @@ def judge(results: dict[str, dict[str, tuple[str, str]]]) -> int:
     extra = [name for name, row in results.items() if row["ddpx"][0] == "pass" and row["torch"][0] != "pass"]
     for name in extra:
         print(f"only ours passes {name}")
-    share = 1 - len(missing) / len(passed) if passed else 1.0
-    print(f"of {len(passed)} that torch's class passes, ours passes {len(passed) - len(missing)} ({share:.1%})")
+    _print_share("that torch's class passes", len(passed), len(missing))
+    public = [name for name in passed if name not in PRIVATE_EXCEPTIONS or name not in missing]
+    departs = [name for name in missing if name not in PRIVATE_EXCEPTIONS]
+    _print_share("of these that do not look into DDP", len(public), len(departs))
     return int(any(name not in EXCEPTIONS for name in missing))
+
+
+def _print_share(which: str, wanted: int, lacking: int) -> None:
+    share = 1 - lacking / wanted if wanted else 1.0
+    print(f"of {wanted} {which}, ours passes {wanted - lacking} ({share:.1%})")
 
 
 if __name__ == "__main__":
