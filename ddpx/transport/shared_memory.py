@@ -413,7 +413,7 @@ class SharedMemory:
         epoch = self.clock >> 32
         theirs, mine = self._pages[peer].header(epoch), self._own.header(epoch)
         if theirs is not None and mine is not None and theirs != mine:
-            raise Mismatch(header_mismatch(self.rank, mine, peer, theirs))
+            raise Mismatch(header_mismatch(self.group, mine, peer, theirs))
 
     def _is_dead(self, peer: int) -> bool:
         if peer not in self._pidfds:
