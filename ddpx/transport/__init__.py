@@ -167,7 +167,8 @@ def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
 
 def buffers_mismatch(rank: int, mine: dict[str, str], peer: int, theirs: dict[str, str]) -> str:
     """The first difference between two ranks' buffers, given as name and description."""
-    pairs = [(name, mine.get(name, "none"), theirs.get(name, "none")) for name in {**mine, **theirs}]
+    names = {**mine, **theirs} if rank < peer else {**theirs, **mine}
+    pairs = [(name, mine.get(name, "none"), theirs.get(name, "none")) for name in names]
     where = next((pair for pair in pairs if pair[1] != pair[2]), None)
     what = "they come in another order"
     if where is not None:
