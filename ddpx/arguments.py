@@ -9,6 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpx.guard import LocalSteps
+from ddpx.reducer import Options
+from ddpx.transport import Link
+
 DEFAULT_BUCKET_MB = 25.0
 MIB = 2**20
 
@@ -98,3 +102,18 @@ class MixedPrecision:
     def wire_dtype(self) -> torch.dtype | None:
         """What gradients travel in: DDP's rule is reduce_dtype, else param_dtype."""
         return self.reduce_dtype or self.param_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What else a wrapper needs to know to join its peers, now or, for a copy, later."""
+
+    options: Options
+    algorithm: str
+    transport: str
+    link: Link | None
+    timeout_s: float | None
+    init_sync: bool
+    share_buffers: bool  # at the start
+    delayed: frozenset[str]
+    local_steps: LocalSteps

@@ -1,13 +1,14 @@
 """One rank's values for everybody: parameters and buffers once, buffers again before each training forward."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpx.communicator import Communicator
-from ddpx.errors import ParametersChanged
 from ddpx.execute import Plan
+from ddpx.transport import DIGEST_BITS
 
 BATCH_BYTES = 32 << 20
 ALIGN_BYTES = 16  # so that any dtype can be viewed in a packed buffer
@@ -66,47 +67,67 @@ def _share(communicator: Communicator, packed: Packed, plan: Plan, root: int) ->
 
 
 class BufferSync:
-    """The module's buffers, as rank 0 has them, on every rank. Constructing it is a collective; so is `run`.
+    """The module's buffers, as one rank has them, on every rank. Constructing it is a collective; so is `run`.
 
-    Buffers are looked up by place each time, since a module may replace them.
+    Which they are may change between forwards, alike on all ranks. Note: agreement. Each rank leaves a description of
+    its buffers on the board when that changes, and enters epochs with a digest of it in the header. So ranks that
+    differ find out before anything is copied, and can say in which buffer.
     """
 
-    def __init__(self, communicator: Communicator, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._places = []
-        seen: set[int] = set()
-        for prefix, owner in module.named_modules():
-            for key, buffer in owner._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if buffer is not None and id(buffer) not in seen and name not in ignored:
-                    seen.add(id(buffer))
-                    self._places.append((owner, key))
-        self._bound: tuple[list[Tensor], Packed] | None = None
+        self._tensors: list[tuple[Tensor, torch.Size, torch.dtype]] = []
+        self._described: dict[str, str] = {}
+        self._digest = 0
+        self._packed: Packed | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._plans: dict[int, Plan] = {}  # by root
-        self._staging = communicator.empty(packed_bytes(self._tensors()), torch.uint8)
+        self._agreement = communicator.plan_all_reduce(communicator.empty(1, torch.int32))
 
-    def _tensors(self) -> list[Tensor]:
-        found = [owner._buffers[key] for owner, key in self._places]
-        return [tensor for tensor in found if tensor is not None]
+    def look(self, buffers: Mapping[str, Tensor]) -> int:
+        """Take in what the buffers are now. Returns their digest, for the header; 0 for none."""
+        if not _same(buffers.values(), self._tensors):
+            self._tensors = [(tensor, tensor.shape, tensor.dtype) for tensor in buffers.values()]
+            self._packed = None
+            described = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in buffers.items()}
+            if list(described.items()) != list(self._described.items()):
+                self._described = described
+                self._communicator.group.leave("buffers", described)
+                self._digest = _digest(described)
+        return self._digest
 
     def run(self, root: int = 0) -> None:
+        """Share what `look` has seen, in an epoch that all ranks have entered with the same digest."""
         if self._communicator.group.world_size == 1:
             return
-        tensors = self._tensors()
-        if self._bound is None or not _same(tensors, self._bound[0]):
-            if packed_bytes(tensors) > self._staging.nbytes:
-                raise ParametersChanged(
-                    f"rank {self._communicator.group.rank}: the module's buffers have grown after wrapping, from "
-                    f"{self._staging.nbytes} bytes to {packed_bytes(tensors)}. Buffers keep their size and type."
-                )
-            self._bound = (tensors, Packed(tensors, self._staging))
+        if self._packed is None:
+            self._packed = self._pack([tensor for tensor, _, _ in self._tensors])
         if root not in self._plans:
-            self._plans[root] = self._communicator.plan_broadcast(self._staging, root)
-        _share(self._communicator, self._bound[1], self._plans[root], root)
+            nbytes = packed_bytes([tensor for tensor, _, _ in self._tensors])
+            self._plans[root] = self._communicator.plan_broadcast(self._staging[:nbytes], root)
+        _share(self._communicator, self._packed, self._plans[root], root)
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Packed:
+        nbytes = packed_bytes(tensors)
+        if nbytes > self._staging.nbytes:
+            communicator = self._communicator
+            communicator.wait(communicator.start(self._agreement.run))  # or else ranks would allocate differently
+            if self._staging.nbytes:
+                communicator.release(self._staging)
+            self._staging = communicator.empty(max(nbytes, 2 * self._staging.nbytes), torch.uint8)
+        self._plans = {}
+        return Packed(tensors, self._staging)
 
 
-def _same(now: Sequence[Tensor], then: Sequence[Tensor]) -> bool:
-    return len(now) == len(then) and all(new is old for new, old in zip(now, then, strict=True))
+def _same(now: Collection[Tensor], then: Sequence[tuple[Tensor, torch.Size, torch.dtype]]) -> bool:
+    return len(now) == len(then) and all(
+        tensor is old and tensor.shape == shape and tensor.dtype is dtype
+        for tensor, (old, shape, dtype) in zip(now, then, strict=True)
+    )
+
+
+def _digest(described: Mapping[str, str]) -> int:
+    return 1 + zlib.crc32(repr(described).encode()) % ((1 << DIGEST_BITS) - 1) if described else 0
 
 
 def _aligned(nbytes: int) -> int:

@@ -7,39 +7,46 @@ All the rest is `ddpx.reducer`. It takes the place of DistributedDataParallel: t
 
 import contextlib
 import copy
-import dataclasses
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ddpx import checks
-from ddpx.arguments import MixedPrecision, bucket_sizes, buffer_rules, delayed_names, group_of
+from ddpx.arguments import MixedPrecision, Terms, bucket_sizes, buffer_rules, delayed_names, group_of
 from ddpx.buffers import BufferSync, broadcast
 from ddpx.comm_hooks import HookRunner, builtin_hook, check_hook, expects_divergence
 from ddpx.communicator import Communicator
 from ddpx.drift import EVERY
-from ddpx.errors import ParametersChanged
+from ddpx.errors import DeadlineExceeded, ParametersChanged
 from ddpx.group import Group
 from ddpx.guard import LocalSteps, guard_steps
 from ddpx.in_backward import step_all, take_over
 from ddpx.join import DDPXJoinHook, JoinContext, UnevenInputs, can_join
 from ddpx.logging_data import Logger, RunningTimes, logging_data
 from ddpx.outputs import tensors_in
-from ddpx.reducer import POLICIES, Mode, NonFinite, Options, Reducer
+from ddpx.reducer import POLICIES, Mode, NonFinite, Options, Reducer, reached_of, watch
+from ddpx.registered import Registered
 from ddpx.sparse import sparse_parameters
 from ddpx.stats import StepStats
 from ddpx.transport import IN_FORWARD, Link
 
+OF_PEERS = {
+    *("_reducer", "_buffer_sync", "_registered", "_finalizer", "_uneven", "_in_backward", "_buffer_futures"),
+    *("_join_config", "_times", "logger"),
+}  # attributes that stay behind when a wrapper is copied
+OF_PROCESS = {"process_group", "device_mesh"}  # those that cannot leave the process
+IN_BACKWARD = "a backward"
 PRE_FORWARD, POST_FORWARD = "PRE_FORWARD", "POST_FORWARD"
 
 
@@ -64,6 +71,9 @@ class DDPX(nn.Module, Joinable):
 
     Raises ValueError or RuntimeError, on every rank, for a model that cannot be trained or differs between ranks.
     """
+
+    named_module_buffers: dict[str, Tensor]
+    modules_buffers: list[Tensor]
 
     def __init__(
         self,
@@ -97,10 +107,8 @@ class DDPX(nn.Module, Joinable):
         nonfinite: NonFinite = "ignore",
         local_steps: LocalSteps = "error",
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         super().__init__()
         Joinable.__init__(self)
-        self._arguments = arguments
         if mode not in POLICIES:
             raise ValueError(f"mode is one of {', '.join(POLICIES)}, not {mode!r}")
         if nonfinite not in ("ignore", "warn", "error"):
@@ -120,10 +128,9 @@ class DDPX(nn.Module, Joinable):
         self.process_group = group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._group = Group(self.process_group, timeout_s)
         ignored = checks.ignored_names(module)
         parameters = checks.parameters_of(module, ignored)
-        trained = checks.check_trainable(parameters)
+        checks.check_trainable(parameters)
         device = checks.device_of(parameters, device_ids, output_device)
         checks.refuse_sync_batch_norm_on_cpu(module, device)
         self.forward_sync_buffers, share_buffers_now = buffer_rules(broadcast_buffers, forward_sync_buffers)
@@ -151,12 +158,9 @@ class DDPX(nn.Module, Joinable):
         self.bucket_bytes_cap_list = list(sizes.listed)
         self.use_side_stream_for_tensor_copies = True
         self._has_joined = False
-        self._uneven: UnevenInputs | None = None
         self._divide_by_initial_world_size = True
         self._authoritative_rank = 0
         self._buffer_hook: tuple[Callable[..., Any], Any, str] | None = None
-        self._buffer_futures: list[torch.futures.Future[Any]] = []
-        self._in_backward: list[tuple[nn.Parameter, Any]] | None = None
         self._assign_modules_buffers()
         options = Options(
             mode,
@@ -170,60 +174,139 @@ class DDPX(nn.Module, Joinable):
             wire_dtype=self._precision.wire_dtype if self._precision else None,
             nonfinite=nonfinite,
             check_replicas_every=check_replicas_every,
-            epochs_per_round=2 if self.forward_sync_buffers and self.modules_buffers else 1,
         )
-        agreed = {"algorithm": algorithm, "transport": transport, "find_unused_parameters": options.find_unused}
-        agreed |= {"mixed_precision": str(mixed_precision), "nonfinite": nonfinite}
-        agreed |= {"static_graph": static_graph, "forward_sync_buffers": self.forward_sync_buffers, "mode": mode}
-        agreed |= {
-            "check_replicas_every": check_replicas_every,
-            "skip_all_reduce_unused_params": options.exclude_unused,
-        }
-        checks.agree_on_model(self._group, parameters, self.named_module_buffers, agreed)
-        sizes = self._group.gather("bucket sizes", sizes)[0]  # buckets are cut alike on all ranks: rank 0's
-        options = dataclasses.replace(
-            options, bucket_bytes=sizes.bucket_bytes, first_bucket_bytes=sizes.first, bucket_bytes_list=sizes.listed
+        link = Link.parse(link) if isinstance(link, str) else link
+        self._terms = Terms(
+            options, algorithm, transport, link, timeout_s, init_sync, share_buffers_now, delayed, local_steps
         )
-        communicator = Communicator(
-            self._group, device, algorithm, transport, Link.parse(link) if isinstance(link, str) else link
-        )
-        if init_sync:
-            broadcast(communicator, self.shared_tensors(buffers=share_buffers_now))
-        if self._precision is not None and self._precision.buffer_dtype is not None:
-            _cast_buffers(self.modules_buffers, self._precision.buffer_dtype)
-        self._buffer_sync: BufferSync | None = None
-        if self.modules_buffers:
-            self._buffer_sync = BufferSync(communicator, module, ignored)
-        self.reducer = Reducer(
-            trained,
-            communicator,
-            options,
-            sparse_parameters(module),
-            delayed,
-            list(parameters.items()) if init_sync else [],
-        )
-        self.logger = Logger(self)
-        self._times = RunningTimes()
-        self.reducer.after_round = _after_round(weakref.ref(self))
-        self._places = checks.places_of(module, ignored)
-        guard = guard_steps(self.reducer) if local_steps == "error" and self._group.world_size > 1 else None
-        self._finalizer = weakref.finalize(self, _close, self.reducer, guard)
+        self._forget_peers()
+        self._meet("construction")
         if static_graph:
             self._set_static_graph()
+
+    # ---- Peers
+
+    def _forget_peers(self) -> None:
+        """As a copy begins: no peer knows of it."""
+        self._reducer: Reducer | None = None
+        self._buffer_sync: BufferSync | None = None
+        self._uneven: UnevenInputs | None = None
+        self._in_backward: list[tuple[nn.Parameter, Any]] | None = None
+        self._buffer_futures: list[torch.futures.Future[Any]] = []
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._times = RunningTimes()
+        self.logger = Logger(self)
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces the gradients. A copy has none before it meets its peers, as it then does: a collective."""
+        if self._reducer is None:
+            self._meet("a call")
+        assert self._reducer is not None
+        return self._reducer
+
+    def _meet(self, place: str) -> None:
+        """Join the peers: agree on model and settings, start from rank 0's values, make what reduces. A collective.
+
+        `place` says where this happens; in a backward, values stay what the forward has used.
+        """
+        if self.process_group is None:
+            self.process_group = group_of(None, None)
+        terms, module, ignored = self._terms, self.module, frozenset(self.parameters_to_ignore)
+        is_copy = place != "construction"
+        group = Group(self.process_group, terms.timeout_s, "copies" if is_copy else "groups")
+        parameters = checks.parameters_of(module, ignored)
+        trained = checks.check_trainable(parameters)
+        self.device = checks.device_of(parameters, self.device_ids, self.output_device)
+        self._assign_modules_buffers()
+        options = replace(
+            terms.options,
+            static=self.static_graph or terms.options.static,
+            find_unused=self.static_graph or terms.options.find_unused,
+        )
+        agreed = {
+            "algorithm": terms.algorithm,
+            "transport": terms.transport,
+            "find_unused_parameters": options.find_unused,
+            "mixed_precision": self.mixed_precision,
+            "nonfinite": options.nonfinite,
+            "static_graph": options.static,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "mode": options.mode,
+            "check_replicas_every": options.check_replicas_every,
+            "skip_all_reduce_unused_params": options.exclude_unused,
+            "the place where a copy meets its peers": place,
+        }
+        try:
+            checks.agree_on_model(group, parameters, self.named_module_buffers, agreed)
+        except DeadlineExceeded as error:
+            if not is_copy:
+                raise
+            raise DeadlineExceeded(
+                f"{error} This is a copy of a wrapper, or was unpickled; it meets its peers in {place}, which all "
+                "ranks have to make. On one rank alone call it under torch.no_grad() or no_sync(), or use its .module."
+            ) from error
+        cut = options.bucket_bytes, options.first_bucket_bytes, options.bucket_bytes_list
+        cut = group.gather("bucket sizes", cut)[0]  # buckets are cut alike on all ranks: rank 0's
+        options = replace(options, bucket_bytes=cut[0], first_bucket_bytes=cut[1], bucket_bytes_list=cut[2])
+        communicator = Communicator(group, self.device, terms.algorithm, terms.transport, terms.link)
+        if terms.init_sync and place != IN_BACKWARD:
+            broadcast(communicator, self.shared_tensors(buffers=terms.share_buffers))
+        if self._precision is not None and self._precision.buffer_dtype is not None:
+            _cast_buffers(self.modules_buffers, self._precision.buffer_dtype)
+        self._buffer_sync = BufferSync(communicator)
+        replicated = list(parameters.items()) if terms.init_sync else []
+        reducer = Reducer(trained, communicator, options, sparse_parameters(module), terms.delayed, replicated)
+        reducer.after_round = _after_round(weakref.ref(self))
+        self._registered = Registered(module, ignored)
+        self._reducer = reducer
+        guard = guard_steps(reducer) if terms.local_steps == "error" and group.world_size > 1 else None
+        self._finalizer = weakref.finalize(self, _close, reducer, guard)
+
+    def _has_met(self, syncs: bool) -> bool:
+        """Whether the peers know of this wrapper; a copy's first synchronised training forward is where they meet.
+
+        In eval mode it is the backward, if one comes: one rank may well validate by itself.
+        """
+        if self._reducer is None and syncs and self.training and self._trained():
+            self._meet("its first synchronised forward")
+        return self._reducer is not None
+
+    def _trained(self) -> list[nn.Parameter]:
+        parameters = checks.parameters_of(self.module, frozenset(self.parameters_to_ignore))
+        return [param for param in parameters.values() if param.requires_grad]
+
+    def _meet_in_backward(self) -> None:
+        """A backward has come to what a forward in eval mode returned."""
+        if self._reducer is None:
+            if not reached_of(self._trained()):
+                return
+            self._meet(IN_BACKWARD)
+        self.reducer.on_output_gradient()
 
     # ---- A step
 
     @torch._disable_dynamo(recursive=False)  # under torch.compile, the module inside is compiled; this frame is not
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        wanted = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if not self._has_met(wanted):
+            args, kwargs = self._move_inputs(args, kwargs)
+            output = self._run_module(args, kwargs)
+            if wanted:
+                watch(tensors_in(output), _meeting_hook(weakref.ref(self)))
+            return output
         if self._in_backward is None:
             self._in_backward = take_over([slot.param for slot in self.reducer.slots])
-        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync and self._check_parameters()
+        syncs = wanted and self._check_parameters()
         root = 0
-        shares = syncs and self.training and self.will_sync_module_buffers()
+        shares = syncs and self.training and self._look_at_buffers()
         if self._join_config.enable and self._uneven is not None:
-            root = self._uneven.announce_forward(shares, syncs, syncs and self.training)
+            root = self._uneven.announce_forward(shares, syncs, wanted and self.training)
         args, kwargs = self._move_inputs(args, kwargs)
         if not syncs:
+            if wanted:  # all is frozen, for this step
+                self.reducer.forwards += self.training
+                self.reducer.frozen_forwards += self.training
             return self._run_module(args, kwargs)
         if shares and self._buffer_hook_location() != POST_FORWARD:
             self.share_buffers(root)
@@ -260,7 +343,7 @@ class DDPX(nn.Module, Joinable):
         Parameters may be frozen for a while: all of them (a discriminator in its generator's step), or, where
         parameters may go without a gradient, some.
         """
-        change, frozen = checks.change_in(self._places)
+        change, frozen = self._registered.look()
         if not change and not frozen:
             return True
         if not change and len(frozen) == len(self.reducer.slots):
@@ -268,8 +351,8 @@ class DDPX(nn.Module, Joinable):
         if not change and self.reducer.find_unused:
             return True
         message = (
-            f"rank {self._group.rank}: {change or f'parameter {frozen[0]} was frozen'} after wrapping, so gradients "
-            "would not be reduced as planned. Change the model first, then wrap it in DDPX"
+            f"rank {self.reducer.rank}: {change or f'parameter {frozen[0]} was frozen'} after wrapping, so gradients "
+            "would not be reduced as planned. Change the model first, then wrap it in DDPX; or wrap it again"
             f"{'; or pass find_unused_parameters=True' if frozen else ''}."
         )
         error = ParametersChanged(message)
@@ -287,14 +370,16 @@ class DDPX(nn.Module, Joinable):
 
     def sync_grads(self) -> None:
         """Reduce the gradients that have accumulated on each rank, without another forward. A collective."""
-        self.reducer.sync_now()
+        reducer = self.reducer
+        self._check_parameters()
+        reducer.sync_now()
 
     def stats(self) -> StepStats | None:
         """Times of the last synchronised backward on this rank, and all ranks' phases; None before the first.
 
         Cheap, but it waits until every rank has ended that backward.
         """
-        return self.reducer.stats()
+        return None if self._reducer is None else self._reducer.stats()
 
     # ---- Buffers
 
@@ -309,15 +394,25 @@ class DDPX(nn.Module, Joinable):
         self.reducer.enter(IN_FORWARD)
         try:
             if self._buffer_hook is None:
-                if self._buffer_sync is not None:
-                    self._buffer_sync.run(root)
+                assert self._buffer_sync is not None
+                self._buffer_sync.run(root)
                 return
-            self._assign_modules_buffers()
             hook, state, _ = self._buffer_hook
             self._buffer_futures += hook(state, self.named_module_buffers) or []
         except BaseException as error:
             self.reducer.fail_in_epoch(error)
             raise
+
+    def _look_at_buffers(self) -> bool:
+        """Take in what the module's buffers are now. Whether training forwards share them."""
+        self.named_module_buffers = self._registered.buffers
+        self.modules_buffers = list(self.named_module_buffers.values())
+        shares = self.will_sync_module_buffers()
+        if self._buffer_sync is not None and self._buffer_hook is None and self.forward_sync_buffers:
+            reducer = self.reducer
+            reducer.buffers_digest = self._buffer_sync.look(self.named_module_buffers if shares else {})
+            reducer.set_epochs_per_round(1 + shares)
+        return shares
 
     def will_sync_module_buffers(self) -> bool:
         """Whether training forwards share buffers."""
@@ -333,7 +428,8 @@ class DDPX(nn.Module, Joinable):
         self.forward_sync_buffers = value
 
     def _assign_modules_buffers(self) -> None:
-        self.named_module_buffers = checks.buffers_of(self.module, frozenset(self.parameters_to_ignore))
+        ignored = frozenset(self.parameters_to_ignore)
+        self.named_module_buffers = checks.buffers_of(self.module, ignored)
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def _buffer_hook_location(self) -> str:
@@ -480,8 +576,8 @@ class DDPX(nn.Module, Joinable):
         return {given[slot.param]: slot.name for slot in self.reducer.slots}
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """DDP's report on a wrapper: its settings, buckets and times in nanoseconds."""
-        return logging_data(self, self._times)
+        """DDP's report on a wrapper: its settings, buckets and times in nanoseconds. Empty for a copy without peers."""
+        return {} if self._reducer is None else logging_data(self, self._times)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -515,14 +611,18 @@ class DDPX(nn.Module, Joinable):
 
     @property
     def _distributed_rank(self) -> int:
-        return self._group.rank
+        return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
     # ---- Copies
 
+    # A copy is local, as all that is pickled: everything but the peers goes along, and no constructor runs. Like DDP's,
+    # it begins without the communication hook, and without gradients.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "DDPX":
-        """A wrapper of its own around a copy of the module; a collective, like construction."""
-        twin = type(self)(copy.deepcopy(self.module, memo), **self._arguments)
-        twin.train(self.training)
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self._state(), memo))
+        for name in OF_PROCESS & vars(self).keys():
+            setattr(twin, name, getattr(self, name))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -531,14 +631,19 @@ class DDPX(nn.Module, Joinable):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
                 "when you have called init_process_group and have not passed process_group argument to DDP constructor"
             )
-            self.reducer.last_error = message
+            if self._reducer is not None:
+                self._reducer.last_error = message
             raise RuntimeError(message)
-        arguments = {**self._arguments, "process_group": None}
-        return {"module": self.module, "arguments": arguments, "training": self.training}
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        state = nn.Module.__getstate__(self)
+        return {name: value for name, value in state.items() if name not in OF_PEERS | OF_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], **state["arguments"])  # type: ignore[misc]
-        self.train(state["training"])
+        super().__setstate__(state)
+        self.process_group = group_of(None, None)
+        self._forget_peers()
 
 
 DistributedDataParallel.register(DDPX)  # frameworks unwrap what is an instance of it
@@ -567,6 +672,15 @@ def _after_round(model: "weakref.ref[DDPX]") -> Callable[[], None]:
             step_all(owner._in_backward)
 
     return after_round
+
+
+def _meeting_hook(model: "weakref.ref[DDPX]") -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        owner = model()
+        if owner is not None:
+            owner._meet_in_backward()
+
+    return hook
 
 
 def _close(reducer: Reducer, guard: Any) -> None:

@@ -40,12 +40,10 @@ class ReplicaCheck:
     When, and which window, follows from the number of the epoch alone, which ranks count alike also when one failed.
     """
 
-    def __init__(
-        self, communicator: Communicator, parameters: Sequence[tuple[str, Tensor]], every: int, epochs_per_round: int
-    ) -> None:
+    def __init__(self, communicator: Communicator, parameters: Sequence[tuple[str, Tensor]], every: int) -> None:
         self._communicator = communicator
-        self._period = every * epochs_per_round
-        self._epochs_per_round = epochs_per_round
+        self._every = every
+        self.epochs_per_round = 1
         self._windows = cut_windows(parameters)
         world_size = communicator.group.world_size
         self._sums = communicator.empty(world_size * WINDOW_PIECES, torch.int64)
@@ -54,11 +52,12 @@ class ReplicaCheck:
 
     def start(self, epoch: int, round_number: int) -> None:
         """Called as a round begins; once in `every` times a check begins with it."""
-        if epoch % self._period >= self._epochs_per_round or not self._windows:
+        period = self._every * self.epochs_per_round
+        if epoch % period >= self.epochs_per_round or not self._windows:
             return
         if self._running is not None:
             self._read()
-        window = self._windows[epoch // self._period % len(self._windows)]
+        window = self._windows[epoch // period % len(self._windows)]
         self._sums.zero_()
         begin = self._communicator.group.rank * WINDOW_PIECES
         self._sums[begin : begin + len(window)] = torch.stack([checksum(piece) for piece in window])

@@ -30,7 +30,7 @@ class UnusedParameters(Error):
 
 
 class ParametersChanged(Error):
-    """A parameter was replaced, re-typed, moved, frozen or unfrozen after the model was wrapped."""
+    """A parameter was added, replaced, removed, re-typed, moved, frozen or unfrozen after the model was wrapped."""
 
 
 class UnsynchronisedStep(Error):

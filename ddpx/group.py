@@ -26,10 +26,12 @@ class Group:
     """A process group of `world_size` ranks; `rank` counts inside it, `ranks` are the global numbers.
 
     Without an initialised torch.distributed this is a group of one, so that a script runs unchanged on one process.
-    Every rank must construct its Groups on one process group in the same order, as with any collective.
+    Every rank must construct its Groups of one `series` on one process group in the same order, as with any collective.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None, series: str = "groups"
+    ) -> None:
         if process_group is None and not dist.is_initialized():
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError(
@@ -55,8 +57,8 @@ class Group:
         if self.world_size > 1:
             store = process_group.get_group_store()
             # Each rank counts its own Groups; where all make them in the same order, equal counts are the same Group.
-            serial = store.add(f"ddpx/groups/{self.rank}", 1)
-            self._store = dist.PrefixStore(f"ddpx/{serial}", store)
+            serial = store.add(f"ddpx/{series}/{self.rank}", 1)
+            self._store = self._whole = dist.PrefixStore(f"ddpx/{series}/{serial}", store)
             self._notes = itertools.count()
 
     def __str__(self) -> str:
@@ -112,6 +114,18 @@ class Group:
             calls = ", ".join(f"rank {rank}: '{their_topic}'" for rank, their_topic in enumerate(topics))
             raise PeerFailed(f"ranks do not do the same things in the same order ({calls}).")
         return [value for _, value in notes]
+
+    def leave(self, topic: str, value: Any) -> None:
+        """Let peers read this rank's `value`, in place of what it left there before."""
+        if self.world_size > 1:
+            self._whole.set(f"left/{topic}/{self.ranks[self.rank]}", pickle.dumps(value))  # type: ignore[arg-type]
+
+    def left(self, topic: str, rank: int) -> Any:
+        """What a rank left last; None if nothing, or the board is gone."""
+        with contextlib.suppress(RuntimeError):
+            key = f"left/{topic}/{self.ranks[rank]}"
+            return pickle.loads(self._whole.get(key)) if self._whole.check([key]) else None
+        return None
 
     def announce(self, message: str, epoch: int = -1) -> None:
         """Leave a failure in an epoch (-1: outside of any) on the board. Never raises: it is called while failing."""

@@ -18,7 +18,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -78,7 +78,6 @@ class Options:
     wire_dtype: torch.dtype | None = None  # of floating-point gradients in buckets; None: as their parameters
     nonfinite: NonFinite = "ignore"
     check_replicas_every: int = 0  # rounds; 0: never
-    epochs_per_round: int = 1  # 2 where forwards share buffers
 
 
 @dataclass(slots=True)
@@ -127,6 +126,8 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self.arenas: dict[str, Tensor] = {}
         self.forwards = 0  # training forwards since the last round
+        self.frozen_forwards = 0  # those of them in which all parameters were frozen
+        self.buffers_digest = 0  # of the buffers that forwards share; see ddpx.buffers
         self.epoch = 0
         self.rounds = 0
         self.expects_backward_anywhere = False
@@ -159,9 +160,7 @@ class Reducer:
         self._sparse = SparseMean(communicator) if any(slot.sparse for slot in self.slots) else None
         self._replicas: ReplicaCheck | None = None
         if options.check_replicas_every and communicator.group.world_size > 1:
-            self._replicas = ReplicaCheck(
-                communicator, replicated, options.check_replicas_every, options.epochs_per_round
-            )
+            self._replicas = ReplicaCheck(communicator, replicated, options.check_replicas_every)
         self._notice_other_reducers()
         me = weakref.ref(self)
         self._handles = [slot.param.register_post_accumulate_grad_hook(_gradient_hook(me, slot)) for slot in self.slots]
@@ -184,6 +183,11 @@ class Reducer:
     @property
     def hook_name(self) -> str:
         return self._hook.name if self._hook is not None else ""
+
+    def set_epochs_per_round(self, epochs: int) -> None:
+        """How many epochs a round takes from here on, alike on all ranks: 2 where forwards share buffers."""
+        if self._replicas is not None:
+            self._replicas.epochs_per_round = epochs
 
     def set_divisor(self, ranks: int) -> None:
         """Gradients are divided by `ranks` from here on; a communication hook divides by itself."""
@@ -217,10 +221,11 @@ class Reducer:
         if self._phases is not None:
             self._phases.settle()
         self.epoch += 1
-        header = None if kind is None else header_of(kind, self.rounds, self.forwards)
+        counts = self.rounds, self.forwards, self.frozen_forwards, self.buffers_digest
+        header = None if kind is None else header_of(kind, *counts)
         self.communicator.begin(self.epoch, header)
         if kind != IN_FORWARD:
-            self.forwards = 0
+            self.forwards = self.frozen_forwards = 0
         return self.epoch
 
     def watch(self, outputs: Sequence[Tensor], counts: bool) -> None:
@@ -229,38 +234,22 @@ class Reducer:
         `counts`: a training forward, which ranks have to make in equal numbers between two rounds.
         """
         self.forwards += counts
-        hook = _output_hook(weakref.ref(self))
-        hooked = False
-        for output in outputs:
-            if output.requires_grad and not output.is_leaf:
-                output.register_hook(hook)
-                hooked = True
-        self.expects_backward_anywhere = not hooked
+        hooked = watch(outputs, _output_hook(weakref.ref(self)))
+        # A parameter may be an output itself, and the loss come from it alone.
+        bare = self.find_unused and any(output.requires_grad and output.is_leaf for output in outputs)
+        self.expects_backward_anywhere = bare or not hooked
 
-    def _on_output_gradient(self) -> None:
+    def on_output_gradient(self) -> None:
+        """A backward has come to an output."""
         task = torch._C._current_graph_task_id()
         if self._round is not None and self._round.task == task:
             return
-        if not self._reaches_parameters():
+        if not reached_of([slot.param for slot in self.slots]):
             # torch.autograd.grad() for something else, such as a gradient penalty on the input. Its graph may be
             # differentiated again without passing through the output, so the next backward counts wherever it begins.
             self.expects_backward_anywhere = torch.is_grad_enabled()
             return
         self._begin(task)
-
-    def _reaches_parameters(self) -> bool:
-        """Whether the backward now running accumulates into a parameter (autograd.grad does not)."""
-        for slot in self.slots:
-            if not slot.param.requires_grad:
-                continue
-            with torch.enable_grad():
-                node = slot.param.view_as(slot.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            try:
-                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
-                    return True
-            except RuntimeError:  # asked about a parameter that autograd.grad() was asked for
-                continue
-        return False
 
     def _begin(self, task: int) -> None:
         if self._round is not None:
@@ -830,6 +819,29 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[Tensor, int, int]]:
     return runs
 
 
+def reached_of(parameters: Sequence[Parameter]) -> bool:
+    """Whether the backward now running accumulates into one of them (autograd.grad does not)."""
+    for param in parameters:
+        if not param.requires_grad:
+            continue
+        with torch.enable_grad():
+            node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        try:
+            if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
+                return True
+        except RuntimeError:  # asked about a parameter that autograd.grad() was asked for
+            continue
+    return False
+
+
+def watch(outputs: Iterable[Tensor], hook: Callable[[Tensor], None]) -> bool:
+    """Have `hook` called when a backward comes to one of `outputs`. Whether there is one that can tell."""
+    watched = [output for output in outputs if output.requires_grad and not output.is_leaf]
+    for output in watched:
+        output.register_hook(hook)
+    return bool(watched)
+
+
 # ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena ----------------------------------------
 
 
@@ -857,7 +869,7 @@ def _output_hook(reducer: "weakref.ref[Reducer]") -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         owner = reducer()
         if owner is not None:
-            owner._on_output_gradient()
+            owner.on_output_gradient()
 
     return hook
 

@@ -16,6 +16,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ddpx.group import Group
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -112,21 +114,30 @@ class MappedTransport(Protocol):
     def close(self) -> None: ...
 
 
-# What an epoch is for, in the upper half of its header. The lower half counts, in 16 bits each, synchronised backwards
-# that ended well and training forwards since the last one.
+# A header is what all ranks must have in common as they enter an epoch. From its lowest bit: training forwards since
+# the last synchronised backward (12 bits), those of them with all parameters frozen (4), synchronised backwards that
+# ended well (16), what the epoch is for (4), and a digest of the buffers that forwards share (24; 0: no buffers).
 IN_FORWARD = 1 << 32
 IN_BACKWARD = 2 << 32
+KINDS = 15 << 32
+DIGEST_AT, DIGEST_BITS = 36, 24
 
 
-def header_of(kind: int, backwards: int, forwards: int) -> int:
+def header_of(kind: int, backwards: int, forwards: int, frozen: int, digest: int) -> int:
     """The header of an epoch of that kind."""
-    return kind | (backwards & 0xFFFF) << 16 | min(forwards, 0xFFFF)
+    counts = (backwards & 0xFFFF) << 16 | min(frozen, 0xF) << 12 | min(forwards, 0xFFF)
+    return digest << DIGEST_AT | kind | counts
 
 
-def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
-    """What to tell when two ranks entered the same epoch with different headers."""
+def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
+    """What to tell when this rank and `peer` entered the same epoch with different headers."""
+    rank = group.rank
+    if mine >> DIGEST_AT != theirs >> DIGEST_AT:
+        buffers = group.left("buffers", rank), group.left("buffers", peer)
+        if buffers != (None, None):
+            return buffers_mismatch(rank, buffers[0] or {}, peer, buffers[1] or {})
     words = {IN_FORWARD: "is in a forward, sharing buffers", IN_BACKWARD: "is in a backward, reducing gradients"}
-    kinds = [words.get(header >> 32 << 32, "runs a collective of its own") for header in (mine, theirs)]
+    kinds = [words.get(header & KINDS, "runs a collective of its own") for header in (mine, theirs)]
     if kinds[0] != kinds[1]:
         return (
             f"ranks are out of step: rank {rank} {kinds[0]}, while rank {peer} {kinds[1]}. "
@@ -139,9 +150,31 @@ def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
             f"{backwards[1]}. One of them failed when the other was through, so their weights may differ by now: "
             "start again from a checkpoint."
         )
-    counts = [header & 0xFFFF for header in (mine, theirs)]
+    frozen = [header >> 12 & 0xF for header in (mine, theirs)]
+    if frozen[0] != frozen[1]:
+        return (
+            f"ranks are out of step: since the last synchronised backward, rank {rank} made {frozen[0]} training "
+            f"forward(s) with all parameters frozen and rank {peer} made {frozen[1]}. Every rank has to freeze and "
+            "unfreeze (requires_grad) in the same steps."
+        )
+    counts = [header & 0xFFF for header in (mine, theirs)]
     return (
         f"ranks are out of step: since the last synchronised backward, rank {rank} made {counts[0]} training "
         f"forward(s) and rank {peer} made {counts[1]}. Each rank has to run backward for the same forwards; "
         "run extra ones under torch.no_grad(), or use join() for uneven inputs."
+    )
+
+
+def buffers_mismatch(rank: int, mine: dict[str, str], peer: int, theirs: dict[str, str]) -> str:
+    """The first difference between two ranks' buffers, given as name and description."""
+    names = {**mine, **theirs} if rank < peer else {**theirs, **mine}
+    pairs = [(name, mine.get(name, "none"), theirs.get(name, "none")) for name in names]
+    where = next((pair for pair in pairs if pair[1] != pair[2]), None)
+    what = "they come in another order"
+    if where is not None:
+        what = f"{where[0]} is {where[1]} on rank {rank} and {where[2]} on rank {peer}"
+    return (
+        f"the module's buffers differ between rank {rank} and rank {peer}: {what}. Training forwards share rank 0's "
+        "buffers, so ranks have to register, size and type them alike. To leave one out, name it to "
+        "_set_params_and_buffers_to_ignore_for_model before wrapping; or pass forward_sync_buffers=False."
     )

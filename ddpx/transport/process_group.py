@@ -154,7 +154,7 @@ class ProcessGroup:
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         self._exchange([(after, mine)], [(before, theirs)])
         if not torch.equal(mine, theirs):
-            message = header_mismatch(self.rank, int(mine[1]), before, int(theirs[1]))
+            message = header_mismatch(self.group, int(mine[1]), before, int(theirs[1]))
             if mine[0] != theirs[0]:  # they will never meet again
                 self.group.announce(message)
             raise Mismatch(message)

@@ -203,6 +203,7 @@ class SharedMemory:
         self.delivers = False
         self._failure: Error | None = None  # what ended a plan in this epoch
         self._broken: Error | None = None  # what makes all epochs impossible from here on
+        self._failed_epoch = -2  # the last one in which this rank failed
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.spin_s = SPIN_S if group.world_size <= len(os.sched_getaffinity(0)) else 0.0
         token = secrets.token_bytes(16)
@@ -288,7 +289,8 @@ class SharedMemory:
 
     def fail(self, message: str) -> None:
         """Tell everybody that this rank failed in its present epoch, and why."""
-        self._own.write_failure(self.clock >> 32, message)
+        self._failed_epoch = self.clock >> 32
+        self._own.write_failure(self._failed_epoch, message)
         self._wake()
 
     def shut(self) -> None:
@@ -322,9 +324,13 @@ class SharedMemory:
     def poll(self) -> None:
         """Raise PeerFailed if a rank failed in the present epoch; this one too, so that its own waits end."""
         epoch = self.clock >> 32
-        for page in self._pages:
-            if page.failed(epoch):
-                raise PeerFailed(page.text(epoch))
+        epochs = [epoch]
+        if self._failed_epoch != epoch - 1:  # a peer may have failed at the very end of it, when we were through
+            epochs.append(epoch - 1)
+        for epoch in epochs:
+            for page in self._pages:
+                if page.failed(epoch):
+                    raise PeerFailed(page.text(epoch))
 
     def absent(self) -> list[int]:
         """The ranks that have not entered this rank's present epoch."""
@@ -413,7 +419,7 @@ class SharedMemory:
         epoch = self.clock >> 32
         theirs, mine = self._pages[peer].header(epoch), self._own.header(epoch)
         if theirs is not None and mine is not None and theirs != mine:
-            raise Mismatch(header_mismatch(self.rank, mine, peer, theirs))
+            raise Mismatch(header_mismatch(self.group, mine, peer, theirs))
 
     def _is_dead(self, peer: int) -> bool:
         if peer not in self._pidfds:
