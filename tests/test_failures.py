@@ -132,6 +132,49 @@ def test_a_rank_killed_in_backward_is_named_with_the_bucket_on_all_others(
         assert seconds < 5
 
 
+def killed_before_its_first_note(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 dies while it checks its model, when nobody shares memory or a connection with it yet."""
+    group = ddpx.group.Group(timeout_s=20)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.gather("model fingerprint", "")
+    except ddpx.Error as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.processes
+def test_a_rank_killed_in_construction_is_named_at_once() -> None:
+    outcomes = attempt(killed_before_its_first_note, 3, timeout_s=15)  # sooner than the deadline of 20 s
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert outcomes[rank].value[0] == "PeerLost" and "rank 1 is gone" in outcomes[rank].value[1]
+
+
+def killed_before_it_reconnects(rank: int, world_size: int) -> tuple[str, str]:
+    model = wrapped(rank, "process_group", timeout_s=20)
+    with contextlib.suppress(KeyError, ddpx.PeerFailed):
+        model(batch_of(0, rank), boom if rank == 1 else None).square().sum().backward()
+    if rank == 1:
+        time.sleep(0.3)  # its peers are waiting for it to connect again
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        model(batch_of(1, rank)).square().sum().backward()
+    except ddpx.Error as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.processes
+def test_a_rank_killed_while_its_peers_reconnect_is_named_at_once() -> None:
+    outcomes = attempt(killed_before_it_reconnects, 3, timeout_s=15)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert outcomes[rank].value[0] in ("PeerLost", "PeerFailed"), outcomes[rank].value
+        assert "rank 1 is gone" in outcomes[rank].value[1]
+
+
 SCRIPT = """
 import datetime, os, signal, sys
 import torch, torch.distributed as dist
