@@ -29,7 +29,7 @@ from ddpx.comm_hooks import HookRunner, builtin_hook, check_hook, expects_diverg
 from ddpx.communicator import Communicator
 from ddpx.drift import EVERY
 from ddpx.errors import ParametersChanged
-from ddpx.group import Group
+from ddpx.group import Group, announcing
 from ddpx.guard import LocalSteps, guard_steps
 from ddpx.in_backward import step_all, take_over
 from ddpx.join import DDPXJoinHook, JoinContext, UnevenInputs, can_join
@@ -65,6 +65,7 @@ class DDPX(nn.Module, Joinable):
     Raises ValueError or RuntimeError, on every rank, for a model that cannot be trained or differs between ranks.
     """
 
+    @announcing
     def __init__(
         self,
         module: nn.Module,

@@ -7,12 +7,13 @@ for agreement at construction and for announcing failures; gradients never pass 
 import contextlib
 import copy
 import datetime
+import functools
 import itertools
 import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -164,6 +165,26 @@ class Group:
         for rank, key in enumerate(keys):
             if self.is_dead(rank) and not self._store.check([key]):
                 raise PeerLost(f"rank {rank} is gone: its process ended while rank {self.rank} waited at '{topic}'.")
+
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def announcing(construct: Constructor) -> Constructor:
+    """A constructor whose failure is told to the group (its `_group` or `group`), whose ranks wait in it."""
+
+    @functools.wraps(construct)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            construct(self, *args, **kwargs)
+        except BaseException as error:
+            group = vars(self).get("_group") or vars(self).get("group")
+            if isinstance(group, Group):
+                words = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+                group.announce(f"rank {group.rank} failed in constructing its {type(self).__name__}: {words}")
+            raise
+
+    return constructor  # type: ignore[return-value]
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:

@@ -538,6 +538,28 @@ def test_a_rank_missing_at_construction_is_named() -> None:
     assert all("waited 2 s for rank 1" in words[rank] for rank in (0, 2))
 
 
+def failed_construction(rank: int, world_size: int, transport: str) -> tuple[str, str]:
+    """Rank 1 is out of memory when the reducer is made; the others are told, whether they wait in it or later."""
+    failing = contextlib.nullcontext()
+    if rank == 1:
+        failing = unittest.mock.patch("ddpx.data_parallel.Reducer", side_effect=MemoryError("no memory"))
+    try:
+        with failing:
+            model = wrapped(rank, transport, timeout_s=20)
+        model(batch_of(0, rank)).square().sum().backward()
+    except (ddpx.Error, MemoryError) as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_constructor_that_fails_on_one_rank_is_told_on_the_others(ranks, transport: str) -> None:
+    found = ranks(3).run(failed_construction, transport, timeout_s=15)
+    assert [kind for kind, _ in found] == ["PeerFailed", "MemoryError", "PeerFailed"]
+    for rank in (0, 2):
+        assert "rank 1 failed in constructing its DDPX: MemoryError: no memory" in found[rank][1], found[rank]
+
+
 # ---- Parameters without gradients ------------------------------------------------------------------------------------
 
 
