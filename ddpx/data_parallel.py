@@ -222,7 +222,7 @@ class DDPX(nn.Module, Joinable):
         root = 0
         shares = syncs and self.training and self.will_sync_module_buffers()
         if self._join_config.enable and self._uneven is not None:
-            root = self._uneven.announce_forward(shares, syncs, syncs and self.training)
+            root = self._uneven.before_forward(shares, syncs)
         args, kwargs = self._move_inputs(args, kwargs)
         if not syncs:
             return self._run_module(args, kwargs)
@@ -233,13 +233,14 @@ class DDPX(nn.Module, Joinable):
         try:
             output = self._run_module(args, kwargs)
         except BaseException as error:
-            self.reducer.forward_failed(error)
+            if self.training:  # an evaluation is no affair of the peers'
+                self.reducer.forward_failed(error)
             raise
         self._times.forward_s = (began_s, time.perf_counter())
         self.reducer.forward_s += time.perf_counter() - began_s
         if shares and self._buffer_hook_location() == POST_FORWARD:
             self.share_buffers(root)
-        self.reducer.watch(list(tensors_in(output)), counts=self.training)
+        self.reducer.watch(list(tensors_in(output)))
         return output
 
     def _run_module(self, args: Any, kwargs: Any) -> Any:

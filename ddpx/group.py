@@ -177,11 +177,13 @@ def announcing(construct: Constructor) -> Constructor:
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             construct(self, *args, **kwargs)
+        except Error:  # the others see it as well, or have said it
+            raise
         except BaseException as error:
             group = vars(self).get("_group") or vars(self).get("group")
             if isinstance(group, Group):
-                words = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-                group.announce(f"rank {group.rank} failed in constructing its {type(self).__name__}: {words}")
+                place = f"rank {group.rank} failed in constructing its {type(self).__name__}"
+                group.announce(f"{place}: {type(error).__name__}: {error}")
             raise
 
     return constructor  # type: ignore[return-value]

@@ -126,7 +126,7 @@ class Reducer:
         self.slots = [Slot(index, name, param, param in sparse) for index, (name, param) in enumerate(parameters)]
         self.buckets: list[Bucket] = []
         self.arenas: dict[str, Tensor] = {}
-        self.forwards = 0  # training forwards since the last round
+        self.is_fresh = False  # there has been a forward since the last round
         self.epoch = 0
         self.rounds = 0
         self.expects_backward_anywhere = False
@@ -142,6 +142,7 @@ class Reducer:
         self._last_step: StepStats | None = None
         self.last_arrivals: list[int] = []
         self.last_error = ""
+        self.before_round: Callable[[], None] | None = None
         self.after_round: Callable[[], None] | None = None
         self._hook: HookRunner | None = None
         self._last = last
@@ -217,18 +218,15 @@ class Reducer:
         if self._phases is not None:
             self._phases.settle()
         self.epoch += 1
-        header = None if kind is None else header_of(kind, self.rounds, self.forwards)
-        self.communicator.begin(self.epoch, header)
+        is_fresh = kind == IN_BACKWARD and self.is_fresh and not self.joining
+        self.communicator.begin(self.epoch, None if kind is None else header_of(kind, self.rounds, is_fresh))
         if kind != IN_FORWARD:
-            self.forwards = 0
+            self.is_fresh = False
         return self.epoch
 
-    def watch(self, outputs: Sequence[Tensor], counts: bool) -> None:
-        """Make the backward through any of `outputs` a round. Called by the forward that made them.
-
-        `counts`: a training forward, which ranks have to make in equal numbers between two rounds.
-        """
-        self.forwards += counts
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Make the backward through any of `outputs` a round. Called by the forward that made them."""
+        self.is_fresh = True
         hook = _output_hook(weakref.ref(self))
         hooked = False
         for output in outputs:
@@ -280,10 +278,12 @@ class Reducer:
                 self._arrive(self._round, slot)
         self._early_task, self._early = NO_TASK, []
 
-    def _open(self, task: int) -> None:
+    def _open(self, task: int, is_shadow: bool = False) -> None:
         """A new round, in an epoch of its own; what `_end` closes."""
+        if self.before_round is not None and not is_shadow:
+            self.before_round()
         self._last_step, self._record = self.last_step, None
-        self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter())
+        self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter(), shadow=is_shadow)
         self.expects_backward_anywhere = False
         for slot in self.slots:
             slot.written = slot.arrived = slot.nested = False
@@ -295,6 +295,7 @@ class Reducer:
 
     def sync_now(self) -> None:
         """A round without a backward: reduce what `param.grad` holds on each rank. A collective."""
+        self.is_fresh = False
         self._open(NO_TASK)
         assert self._round is not None
         self._round.arrivals = [slot.index for slot in self.slots if slot.param.grad is not None]
@@ -303,9 +304,7 @@ class Reducer:
 
     def shadow(self) -> None:
         """Take part in a round with zeros, on a rank that has no inputs left."""
-        self._open(NO_TASK)
-        assert self._round is not None
-        self._round.shadow = True
+        self._open(NO_TASK, is_shadow=True)
         self._end()
 
     # ---- A gradient arrives

@@ -455,26 +455,54 @@ def test_a_rank_that_sleeps_is_named_at_the_deadline_with_the_bucket(ranks, tran
     assert found[1][0] == "PeerFailed"
 
 
-def fewer_steps(rank: int, world_size: int, transport: str) -> str:
-    """Rank 1 runs a forward more than the others before its backward."""
-    model = DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport, timeout_s=10)
-    for step in range(2):
+class WithBuffer(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def extra_forward(rank: int, world_size: int, transport: str, module: type[Model], what: str) -> str:
+    """Rank 1 runs a forward more than the others, which it drops, or a backward more."""
+    model = DDPX(module(), bucket_cap_mb=TINY_MB, transport=transport, timeout_s=10)
+    for step in range(4):
         model.zero_grad()
-        model(batch_of(step, rank)).square().sum().backward()
-    if rank == 1:
-        model(batch_of(5, rank))
-    try:
-        model(batch_of(6, rank)).square().sum().backward()
-    except ddpx.Error as error:
-        return str(error)
+        if rank == 1 and step == 1:
+            model.train(what == "trains")
+            if what == "fails":
+                with pytest.raises(KeyError):
+                    model(batch_of(5, rank), boom, FORWARD)
+            else:
+                model(batch_of(5, rank))
+            model.train()
+        loss = model(batch_of(step, rank)).square().sum()
+        try:
+            if rank == 1 and step == 1 and what == "goes back twice":
+                loss.backward(retain_graph=True)
+            loss.backward()
+        except ddpx.Error as error:
+            return str(error)
+        if module is Model and what != "goes back twice":
+            assert_right(model, world_size, step)
     return ""
 
 
+@pytest.mark.parametrize("what", ["trains", "evaluates", "fails"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_are_out_of_step_are_told(ranks, transport: str) -> None:
-    for words in ranks(2).run(fewer_steps, transport):
-        assert "ranks are out of step: since the last synchronised backward" in words
-        assert "rank 0 made 1" in words and "rank 1 made 2" in words, words
+def test_a_forward_that_one_rank_drops_is_no_affair_of_the_others(ranks, transport: str, what: str) -> None:
+    assert ranks(2).run(extra_forward, transport, Model, what) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("module", "what", "words"),
+    [
+        (WithBuffer, "trains", "rank 1 is in a forward, sharing buffers"),
+        (Model, "goes back twice", "rank 1 runs another backward through the forwards of its last one"),
+    ],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_are_out_of_step_are_told(ranks, transport: str, module: type[Model], what: str, words: str) -> None:
+    for said in ranks(2).run(extra_forward, transport, module, what):
+        assert "ranks are out of step" in said and words in said, said
 
 
 # ---- Models that do not fit ------------------------------------------------------------------------------------------

@@ -112,25 +112,31 @@ class MappedTransport(Protocol):
     def close(self) -> None: ...
 
 
-# What an epoch is for, in the upper half of its header. The lower half counts, in 16 bits each, synchronised backwards
-# that ended well and training forwards since the last one.
+# What an epoch is for, in the upper half of its header. The lower half has the number of synchronised backwards that
+# ended well, in 16 bits, and whether there has been a forward since. Not how many: one that is dropped harms nobody.
 IN_FORWARD = 1 << 32
 IN_BACKWARD = 2 << 32
+IN_JOIN = 3 << 32
 
 
-def header_of(kind: int, backwards: int, forwards: int) -> int:
-    """The header of an epoch of that kind."""
-    return kind | (backwards & 0xFFFF) << 16 | min(forwards, 0xFFFF)
+def header_of(kind: int, backwards: int, is_fresh: bool) -> int:
+    """The header of an epoch of that kind; `is_fresh` when there has been a forward since the last backward."""
+    return kind | (backwards & 0xFFFF) << 16 | is_fresh
 
 
 def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
     """What to tell when two ranks entered the same epoch with different headers."""
-    words = {IN_FORWARD: "is in a forward, sharing buffers", IN_BACKWARD: "is in a backward, reducing gradients"}
+    words = {
+        IN_FORWARD: "is in a forward, sharing buffers",
+        IN_BACKWARD: "is in a backward, reducing gradients",
+        IN_JOIN: "tells inside join() what comes next",
+    }
     kinds = [words.get(header >> 32 << 32, "runs a collective of its own") for header in (mine, theirs)]
     if kinds[0] != kinds[1]:
         return (
             f"ranks are out of step: rank {rank} {kinds[0]}, while rank {peer} {kinds[1]}. "
-            "Each rank has to run the same forwards and backwards in the same order."
+            "Each rank has to run the same forwards and backwards in the same order. Run an extra forward with "
+            "model.eval(), under torch.no_grad() or on model.module, and use model.join() for uneven inputs."
         )
     backwards = [header >> 16 & 0xFFFF for header in (mine, theirs)]
     if backwards[0] != backwards[1]:
@@ -139,9 +145,8 @@ def header_mismatch(rank: int, mine: int, peer: int, theirs: int) -> str:
             f"{backwards[1]}. One of them failed when the other was through, so their weights may differ by now: "
             "start again from a checkpoint."
         )
-    counts = [header & 0xFFFF for header in (mine, theirs)]
+    fresh, again = (rank, peer) if mine & 1 else (peer, rank)
     return (
-        f"ranks are out of step: since the last synchronised backward, rank {rank} made {counts[0]} training "
-        f"forward(s) and rank {peer} made {counts[1]}. Each rank has to run backward for the same forwards; "
-        "run extra ones under torch.no_grad(), or use join() for uneven inputs."
+        f"ranks are out of step: rank {again} runs another backward through the forwards of its last one, and "
+        f"rank {fresh} has begun its next step. Each rank has to run as many backwards for its forwards."
     )
