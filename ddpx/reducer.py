@@ -33,6 +33,7 @@ from ddpx.communicator import Communicator
 from ddpx.drift import ReplicaCheck
 from ddpx.errors import Error, NonFiniteGradient, UnusedParameters
 from ddpx.execute import Plan
+from ddpx.guard import Footprint
 from ddpx.phases import PhaseBoard
 from ddpx.sparse import SparseMean
 from ddpx.stats import BucketStats, PhaseTimes, StepStats
@@ -133,6 +134,8 @@ class Reducer:
         self.has_local = False  # some slot may have gradients that no round has reduced
         self._older: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._early_task, self._early = NO_TASK, list[Slot]()  # gradients of a backward that is no round yet
+        self.watches_steps = False  # for steps on local gradients
+        self._footprint: Footprint | None = None  # of the last local backward
         self.is_alone = True  # no other live wrapper reduces the same parameters
         self.joining = False  # inside a join context, where ranks without inputs have old parameters
         self.forward_s = 0.0  # spent in forwards since the last round, without waiting for buffers
@@ -317,6 +320,9 @@ class Reducer:
                 slot.local = self.has_local = True
                 if self._early_task != task:
                     self._early_task, self._early = task, []
+                    self._footprint = Footprint() if self.watches_steps else None
+                if self._footprint is not None:
+                    self._footprint.add(slot)
                 self._early.append(slot)
                 return
             self._begin(task)
@@ -659,6 +665,10 @@ class Reducer:
         if current is not None and self._hook is None:
             return [self.slots[index] for index in current.arrivals]
         return [slot for slot in self.slots if slot.local] if self.has_local else []
+
+    def was_taken_in_hand(self) -> bool:
+        """Whether somebody else may have reduced what the last local backward left; not while a round is under way."""
+        return self._round is None and self._footprint is not None and self._footprint.was_taken_in_hand()
 
     def refuse(self, error: Error) -> None:
         """Raise `error` here, and tell the peers wherever they are."""
