@@ -292,7 +292,7 @@ class SharedMemory:
         LIBRARY.ddpx_shut(self.addresses(self.rank).shut, (self.clock >> 32) + 1)
         deadline = time.monotonic() + self.timeout_s
         for peer, page in enumerate(self._pages):
-            while peer != self.rank and page.writing and not self._is_dead(peer):
+            while peer != self.rank and page.writing and not self.group.is_dead(peer):
                 if time.monotonic() > deadline:
                     self._broken = DeadlineExceeded(
                         f"rank {peer} has been writing a sum into the memory of rank {self.rank} for "
