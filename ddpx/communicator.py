@@ -21,7 +21,7 @@ from ddpx.collectives import Call, Calls, Exchange, Op, Work, group_of, root_of
 from ddpx.cost import Fabric, choose
 from ddpx.errors import Error
 from ddpx.execute import Plan, compile_plan
-from ddpx.group import Group
+from ddpx.group import Group, announcing
 from ddpx.schedule import Schedule
 from ddpx.stream import Pending, open_stream
 from ddpx.transport import Link, MappedTransport
@@ -74,6 +74,7 @@ class Communicator:
     asked for does not join them.
     """
 
+    @announcing
     def __init__(
         self,
         group: Group | dist.ProcessGroup | dist.DeviceMesh | None = None,

@@ -29,7 +29,7 @@ from ddpx.comm_hooks import HookRunner, builtin_hook, check_hook, expects_diverg
 from ddpx.communicator import Communicator
 from ddpx.drift import EVERY
 from ddpx.errors import DeadlineExceeded, ParametersChanged
-from ddpx.group import Group
+from ddpx.group import Group, announcing
 from ddpx.guard import LocalSteps, guard_steps
 from ddpx.in_backward import step_all, take_over
 from ddpx.join import DDPXJoinHook, JoinContext, UnevenInputs, can_join
@@ -75,6 +75,7 @@ class DDPX(nn.Module, Joinable):
     named_module_buffers: dict[str, Tensor]
     modules_buffers: list[Tensor]
 
+    @announcing
     def __init__(
         self,
         module: nn.Module,
@@ -301,11 +302,10 @@ class DDPX(nn.Module, Joinable):
         root = 0
         shares = syncs and self.training and self._look_at_buffers()
         if self._join_config.enable and self._uneven is not None:
-            root = self._uneven.announce_forward(shares, syncs, wanted and self.training)
+            root = self._uneven.before_forward(shares, syncs)
         args, kwargs = self._move_inputs(args, kwargs)
         if not syncs:
             if wanted:  # all is frozen, for this step
-                self.reducer.forwards += self.training
                 self.reducer.frozen_forwards += self.training
             return self._run_module(args, kwargs)
         if shares and self._buffer_hook_location() != POST_FORWARD:
@@ -315,13 +315,14 @@ class DDPX(nn.Module, Joinable):
         try:
             output = self._run_module(args, kwargs)
         except BaseException as error:
-            self.reducer.forward_failed(error)
+            if self.training:  # an evaluation is no affair of the peers'
+                self.reducer.forward_failed(error)
             raise
         self._times.forward_s = (began_s, time.perf_counter())
         self.reducer.forward_s += time.perf_counter() - began_s
         if shares and self._buffer_hook_location() == POST_FORWARD:
             self.share_buffers(root)
-        self.reducer.watch(list(tensors_in(output)), counts=self.training)
+        self.reducer.watch(list(tensors_in(output)))
         return output
 
     def _run_module(self, args: Any, kwargs: Any) -> Any:

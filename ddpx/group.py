@@ -7,17 +7,19 @@ for agreement at construction and for announcing failures; gradients never pass 
 import contextlib
 import copy
 import datetime
+import functools
 import itertools
 import os
 import pickle
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ddpx.errors import DeadlineExceeded, PeerFailed, PeerLost
+from ddpx.errors import DeadlineExceeded, Error, PeerFailed, PeerLost
+from ddpx.processes import Processes
 
 DEFAULT_TIMEOUT_S = 1800.0
 
@@ -42,7 +44,6 @@ class Group:
             self.rank, self.world_size, self.ranks = 0, 1, [0]
             self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
             return
-        self.is_dead: Callable[[int], bool] | None = None  # set by a transport that can tell
         self._poll: Callable[[], None] | None = None
         self._place = "outside"
         process_group = process_group or dist.group.WORLD
@@ -55,10 +56,13 @@ class Group:
         self.ranks = dist.get_process_group_ranks(self.process_group)
         self.timeout_s = timeout_s or _timeout_s(process_group)
         if self.world_size > 1:
-            store = process_group.get_group_store()
-            # Each rank counts its own Groups; where all make them in the same order, equal counts are the same Group.
-            serial = store.add(f"ddpx/{series}/{self.rank}", 1)
-            self._store = self._whole = dist.PrefixStore(f"ddpx/{series}/{serial}", store)
+            with self._told_when_the_board_is_gone("its first note"):
+                store = process_group.get_group_store()
+                # Each rank counts its own Groups; where all make them in the same order, equal counts are one Group.
+                serial = store.add(f"ddpx/{series}/{self.rank}", 1)
+                self._store = self._whole = dist.PrefixStore(f"ddpx/{series}/{serial}", store)
+                self._processes = Processes(self._store, self.rank)
+            self._members = list(range(self.world_size))  # our ranks, as `_processes` numbers them
             self._notes = itertools.count()
 
     def __str__(self) -> str:
@@ -68,8 +72,9 @@ class Group:
         """Those of our ranks, on a part of our board called `name`. Only they call it."""
         part = copy.copy(self)
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), [self.ranks[r] for r in ranks]
-        part.is_dead = part._poll = None
+        part._poll = None
         if self.world_size > 1:
+            part._members = [self._members[r] for r in ranks]
             part._store = self.store(name)
             part._notes = itertools.count()
         return part
@@ -90,6 +95,10 @@ class Group:
         """
         if self.world_size == 1:
             return [value]
+        with self._told_when_the_board_is_gone(topic):
+            return self._gather(topic, value)
+
+    def _gather(self, topic: str, value: Any) -> list[Any]:
         note = f"note/{self._place}/{next(self._notes)}"
         keys = [f"{note}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], pickle.dumps((topic, value)))  # type: ignore[arg-type]
@@ -140,17 +149,58 @@ class Group:
             return None
         return self._store.get(key).decode()
 
+    def is_dead(self, rank: int) -> bool:
+        """Whether the process of that rank is known to have ended: known of those on this host."""
+        return self.world_size > 1 and self._processes.is_dead(self._members[rank])
+
+    def close(self) -> None:
+        """Stop watching processes."""
+        if self.world_size > 1:
+            self._processes.close()
+
+    @contextlib.contextmanager
+    def _told_when_the_board_is_gone(self, topic: str) -> Iterator[None]:
+        try:
+            yield
+        except Error:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self.rank} lost the store of the process group, which rank 0 keeps as a rule, "
+                f"at '{topic}': {str(error).splitlines()[0]}. The output of rank 0 says why it ended."
+            ) from error
+
     def _raise_if_hopeless(self, topic: str, keys: list[str]) -> None:
         message = self.announced()
         if message is not None:
             raise PeerFailed(message)
         if self._poll is not None:
             self._poll()
-        if self.is_dead is None:
-            return
         for rank, key in enumerate(keys):
             if self.is_dead(rank) and not self._store.check([key]):
                 raise PeerLost(f"rank {rank} is gone: its process ended while rank {self.rank} waited at '{topic}'.")
+
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def announcing(construct: Constructor) -> Constructor:
+    """A constructor whose failure is told to the group (its `_group` or `group`), whose ranks wait in it."""
+
+    @functools.wraps(construct)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            construct(self, *args, **kwargs)
+        except Error:  # the others see it as well, or have said it
+            raise
+        except BaseException as error:
+            group = vars(self).get("_group") or vars(self).get("group")
+            if isinstance(group, Group):
+                place = f"rank {group.rank} failed in constructing its {type(self).__name__}"
+                group.announce(f"{place}: {type(error).__name__}: {error}")
+            raise
+
+    return constructor  # type: ignore[return-value]
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:

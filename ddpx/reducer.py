@@ -33,6 +33,7 @@ from ddpx.communicator import Communicator
 from ddpx.drift import ReplicaCheck
 from ddpx.errors import Error, NonFiniteGradient, UnusedParameters
 from ddpx.execute import Plan
+from ddpx.guard import Footprint
 from ddpx.phases import PhaseBoard
 from ddpx.sparse import SparseMean
 from ddpx.stats import BucketStats, PhaseTimes, StepStats
@@ -125,8 +126,8 @@ class Reducer:
         self.slots = [Slot(index, name, param, param in sparse) for index, (name, param) in enumerate(parameters)]
         self.buckets: list[Bucket] = []
         self.arenas: dict[str, Tensor] = {}
-        self.forwards = 0  # training forwards since the last round
-        self.frozen_forwards = 0  # those of them in which all parameters were frozen
+        self.is_fresh = False  # there has been a forward since the last round
+        self.frozen_forwards = 0  # training forwards since then in which all parameters were frozen
         self.buffers_digest = 0  # of the buffers that forwards share; see ddpx.buffers
         self.epoch = 0
         self.rounds = 0
@@ -134,6 +135,8 @@ class Reducer:
         self.has_local = False  # some slot may have gradients that no round has reduced
         self._older: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._early_task, self._early = NO_TASK, list[Slot]()  # gradients of a backward that is no round yet
+        self.watches_steps = False  # for steps on local gradients
+        self._footprint: Footprint | None = None  # of the last local backward
         self.is_alone = True  # no other live wrapper reduces the same parameters
         self.joining = False  # inside a join context, where ranks without inputs have old parameters
         self.forward_s = 0.0  # spent in forwards since the last round, without waiting for buffers
@@ -143,6 +146,7 @@ class Reducer:
         self._last_step: StepStats | None = None
         self.last_arrivals: list[int] = []
         self.last_error = ""
+        self.before_round: Callable[[], None] | None = None
         self.after_round: Callable[[], None] | None = None
         self._hook: HookRunner | None = None
         self._last = last
@@ -221,19 +225,18 @@ class Reducer:
         if self._phases is not None:
             self._phases.settle()
         self.epoch += 1
-        counts = self.rounds, self.forwards, self.frozen_forwards, self.buffers_digest
-        header = None if kind is None else header_of(kind, *counts)
+        is_fresh = kind == IN_BACKWARD and self.is_fresh and not self.joining
+        header = None
+        if kind is not None:
+            header = header_of(kind, self.rounds, is_fresh, self.frozen_forwards, self.buffers_digest)
         self.communicator.begin(self.epoch, header)
         if kind != IN_FORWARD:
-            self.forwards = self.frozen_forwards = 0
+            self.is_fresh, self.frozen_forwards = False, 0
         return self.epoch
 
-    def watch(self, outputs: Sequence[Tensor], counts: bool) -> None:
-        """Make the backward through any of `outputs` a round. Called by the forward that made them.
-
-        `counts`: a training forward, which ranks have to make in equal numbers between two rounds.
-        """
-        self.forwards += counts
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Make the backward through any of `outputs` a round. Called by the forward that made them."""
+        self.is_fresh = True
         hooked = watch(outputs, _output_hook(weakref.ref(self)))
         # A parameter may be an output itself, and the loss come from it alone.
         bare = self.find_unused and any(output.requires_grad and output.is_leaf for output in outputs)
@@ -269,10 +272,12 @@ class Reducer:
                 self._arrive(self._round, slot)
         self._early_task, self._early = NO_TASK, []
 
-    def _open(self, task: int) -> None:
+    def _open(self, task: int, is_shadow: bool = False) -> None:
         """A new round, in an epoch of its own; what `_end` closes."""
+        if self.before_round is not None and not is_shadow:
+            self.before_round()
         self._last_step, self._record = self.last_step, None
-        self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter())
+        self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter(), shadow=is_shadow)
         self.expects_backward_anywhere = False
         for slot in self.slots:
             slot.written = slot.arrived = slot.nested = False
@@ -284,6 +289,7 @@ class Reducer:
 
     def sync_now(self) -> None:
         """A round without a backward: reduce what `param.grad` holds on each rank. A collective."""
+        self.is_fresh = False
         self._open(NO_TASK)
         assert self._round is not None
         self._round.arrivals = [slot.index for slot in self.slots if slot.param.grad is not None]
@@ -292,9 +298,7 @@ class Reducer:
 
     def shadow(self) -> None:
         """Take part in a round with zeros, on a rank that has no inputs left."""
-        self._open(NO_TASK)
-        assert self._round is not None
-        self._round.shadow = True
+        self._open(NO_TASK, is_shadow=True)
         self._end()
 
     # ---- A gradient arrives
@@ -307,6 +311,9 @@ class Reducer:
                 slot.local = self.has_local = True
                 if self._early_task != task:
                     self._early_task, self._early = task, []
+                    self._footprint = Footprint() if self.watches_steps else None
+                if self._footprint is not None:
+                    self._footprint.add(slot)
                 self._early.append(slot)
                 return
             self._begin(task)
@@ -659,6 +666,10 @@ class Reducer:
         if current is not None and self._hook is None:
             return [self.slots[index] for index in current.arrivals]
         return [slot for slot in self.slots if slot.local] if self.has_local else []
+
+    def was_taken_in_hand(self) -> bool:
+        """Whether somebody else may have reduced what the last local backward left; not while a round is under way."""
+        return self._round is None and self._footprint is not None and self._footprint.was_taken_in_hand()
 
     def refuse(self, error: Error) -> None:
         """Raise `error` here, and tell the peers wherever they are."""

@@ -132,6 +132,49 @@ def test_a_rank_killed_in_backward_is_named_with_the_bucket_on_all_others(
         assert seconds < 5
 
 
+def killed_before_its_first_note(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 dies while it checks its model, when nobody shares memory or a connection with it yet."""
+    group = ddpx.group.Group(timeout_s=20)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.gather("model fingerprint", "")
+    except ddpx.Error as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.processes
+def test_a_rank_killed_in_construction_is_named_at_once() -> None:
+    outcomes = attempt(killed_before_its_first_note, 3, timeout_s=15)  # sooner than the deadline of 20 s
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert outcomes[rank].value[0] == "PeerLost" and "rank 1 is gone" in outcomes[rank].value[1]
+
+
+def killed_before_it_reconnects(rank: int, world_size: int) -> tuple[str, str]:
+    model = wrapped(rank, "process_group", timeout_s=20)
+    with contextlib.suppress(KeyError, ddpx.PeerFailed):
+        model(batch_of(0, rank), boom if rank == 1 else None).square().sum().backward()
+    if rank == 1:
+        time.sleep(0.3)  # its peers are waiting for it to connect again
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        model(batch_of(1, rank)).square().sum().backward()
+    except ddpx.Error as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.processes
+def test_a_rank_killed_while_its_peers_reconnect_is_named_at_once() -> None:
+    outcomes = attempt(killed_before_it_reconnects, 3, timeout_s=15)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert outcomes[rank].value[0] in ("PeerLost", "PeerFailed"), outcomes[rank].value
+        assert "rank 1 is gone" in outcomes[rank].value[1]
+
+
 SCRIPT = """
 import datetime, os, signal, sys
 import torch, torch.distributed as dist
@@ -412,26 +455,54 @@ def test_a_rank_that_sleeps_is_named_at_the_deadline_with_the_bucket(ranks, tran
     assert found[1][0] == "PeerFailed"
 
 
-def fewer_steps(rank: int, world_size: int, transport: str) -> str:
-    """Rank 1 runs a forward more than the others before its backward."""
-    model = DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport, timeout_s=10)
-    for step in range(2):
+class WithBuffer(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def extra_forward(rank: int, world_size: int, transport: str, module: type[Model], what: str) -> str:
+    """Rank 1 runs a forward more than the others, which it drops, or a backward more."""
+    model = DDPX(module(), bucket_cap_mb=TINY_MB, transport=transport, timeout_s=10)
+    for step in range(4):
         model.zero_grad()
-        model(batch_of(step, rank)).square().sum().backward()
-    if rank == 1:
-        model(batch_of(5, rank))
-    try:
-        model(batch_of(6, rank)).square().sum().backward()
-    except ddpx.Error as error:
-        return str(error)
+        if rank == 1 and step == 1:
+            model.train(what == "trains")
+            if what == "fails":
+                with pytest.raises(KeyError):
+                    model(batch_of(5, rank), boom, FORWARD)
+            else:
+                model(batch_of(5, rank))
+            model.train()
+        try:
+            loss = model(batch_of(step, rank)).square().sum()
+            if rank == 1 and step == 1 and what == "goes back twice":
+                loss.backward(retain_graph=True)
+            loss.backward()
+        except ddpx.Error as error:
+            return str(error)
+        if module is Model and what != "goes back twice":
+            assert_right(model, world_size, step)
     return ""
 
 
+@pytest.mark.parametrize("what", ["trains", "evaluates", "fails"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_are_out_of_step_are_told(ranks, transport: str) -> None:
-    for words in ranks(2).run(fewer_steps, transport):
-        assert "ranks are out of step: since the last synchronised backward" in words
-        assert "rank 0 made 1" in words and "rank 1 made 2" in words, words
+def test_a_forward_that_one_rank_drops_is_no_affair_of_the_others(ranks, transport: str, what: str) -> None:
+    assert ranks(2).run(extra_forward, transport, Model, what) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("module", "what", "words"),
+    [
+        (WithBuffer, "trains", "rank 1 is in a forward, sharing buffers"),
+        (Model, "goes back twice", "rank 1 runs another backward through the forwards of its last one"),
+    ],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_are_out_of_step_are_told(ranks, transport: str, module: type[Model], what: str, words: str) -> None:
+    for said in ranks(2).run(extra_forward, transport, module, what):
+        assert "ranks are out of step" in said and words in said, said
 
 
 # ---- Models that do not fit ------------------------------------------------------------------------------------------
@@ -493,6 +564,28 @@ def constructed_on_some(rank: int, world_size: int) -> str:
 def test_a_rank_missing_at_construction_is_named() -> None:
     words = run(constructed_on_some, 3)  # on processes of their own: rank 1 is a wrapper behind from here on
     assert all("waited 2 s for rank 1" in words[rank] for rank in (0, 2))
+
+
+def failed_construction(rank: int, world_size: int, transport: str) -> tuple[str, str]:
+    """Rank 1 is out of memory when the reducer is made; the others are told, whether they wait in it or later."""
+    failing = contextlib.nullcontext()
+    if rank == 1:
+        failing = unittest.mock.patch("ddpx.data_parallel.Reducer", side_effect=MemoryError("no memory"))
+    try:
+        with failing:
+            model = wrapped(rank, transport, timeout_s=20)
+        model(batch_of(0, rank)).square().sum().backward()
+    except (ddpx.Error, MemoryError) as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_constructor_that_fails_on_one_rank_is_told_on_the_others(ranks, transport: str) -> None:
+    found = ranks(3).run(failed_construction, transport, timeout_s=15)
+    assert [kind for kind, _ in found] == ["PeerFailed", "MemoryError", "PeerFailed"]
+    for rank in (0, 2):
+        assert "rank 1 failed in constructing its DDPX: MemoryError: no memory" in found[rank][1], found[rank]
 
 
 # ---- Parameters without gradients ------------------------------------------------------------------------------------

@@ -318,6 +318,64 @@ def test_local_steps_can_be_allowed(ranks) -> None:
     ranks(2).run(local_steps_allowed)
 
 
+def right_steps(rank: int, world_size: int, kind: str) -> None:
+    """Steps that follow a local backward and are right all the same."""
+    from ddpx import Communicator
+
+    wrapper = DDPX(net(), timeout_s=15)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9)
+    communicator = Communicator() if kind == "our collectives" else None
+    with wrapper.no_sync():
+        wrapper(data(rank)).pow(2).sum().backward()
+    if kind == "torch's collectives":
+        for param in wrapper.parameters():
+            dist.all_reduce(param.grad)
+    elif communicator is not None:
+        for param in wrapper.parameters():
+            communicator.all_reduce(param.grad, op="avg")
+    elif kind == "zeroed":
+        optimizer.zero_grad(set_to_none=False)
+    elif kind == "sync_grads, clipped":
+        ddpx.sync_grads(wrapper)
+        nn.utils.clip_grad_norm_(wrapper.parameters(), 0.1)
+    elif kind == "another optimizer":
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    elif kind == "closure":
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = wrapper(data(rank)).pow(2).sum()
+            loss.backward()
+            return loss
+
+        optimizer = torch.optim.LBFGS(wrapper.parameters(), max_iter=2)
+        optimizer.step(closure)
+    if kind != "closure":
+        optimizer.step()
+    assert equal_on_all(list(wrapper.parameters()))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["torch's collectives", "our collectives", "zeroed", "sync_grads, clipped", "another optimizer", "closure"],
+)
+def test_a_step_that_is_right_is_let_pass(ranks, kind: str) -> None:
+    ranks(2).run(right_steps, kind)
+
+
+def clipped_local_step(rank: int, world_size: int) -> None:
+    wrapper = DDPX(net(), timeout_s=15)
+    with wrapper.no_sync():
+        wrapper(data(rank)).pow(2).sum().backward()
+    nn.utils.clip_grad_norm_(wrapper.parameters(), 0.1)
+    with pytest.raises(ddpx.UnsynchronisedStep, match=r"b\.weight"):
+        torch.optim.SGD(wrapper.parameters(), lr=0.1).step()
+
+
+def test_clipping_does_not_make_local_gradients_reduced_ones(ranks) -> None:
+    ranks(2).run(clipped_local_step)
+
+
 def drift_by_default(rank: int, world_size: int) -> int:
     wrapper = DDPX(net())
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)

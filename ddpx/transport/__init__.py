@@ -114,19 +114,20 @@ class MappedTransport(Protocol):
     def close(self) -> None: ...
 
 
-# A header is what all ranks must have in common as they enter an epoch. From its lowest bit: training forwards since
-# the last synchronised backward (12 bits), those of them with all parameters frozen (4), synchronised backwards that
-# ended well (16), what the epoch is for (4), and a digest of the buffers that forwards share (24; 0: no buffers).
+# A header is what all ranks must have in common as they enter an epoch. From its lowest bit: whether there has been a
+# forward since the last synchronised backward (1 bit; not how many, since one that is dropped harms nobody), those with
+# all parameters frozen (4 bits, from the 13th), synchronised backwards that ended well (16), what the epoch is for (4),
+# and a digest of the buffers that forwards share (24; 0: no buffers).
 IN_FORWARD = 1 << 32
 IN_BACKWARD = 2 << 32
+IN_JOIN = 3 << 32
 KINDS = 15 << 32
 DIGEST_AT, DIGEST_BITS = 36, 24
 
 
-def header_of(kind: int, backwards: int, forwards: int, frozen: int, digest: int) -> int:
+def header_of(kind: int, backwards: int, is_fresh: bool, frozen: int = 0, digest: int = 0) -> int:
     """The header of an epoch of that kind."""
-    counts = (backwards & 0xFFFF) << 16 | min(frozen, 0xF) << 12 | min(forwards, 0xFFF)
-    return digest << DIGEST_AT | kind | counts
+    return digest << DIGEST_AT | kind | (backwards & 0xFFFF) << 16 | min(frozen, 0xF) << 12 | is_fresh
 
 
 def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
@@ -136,12 +137,17 @@ def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
         buffers = group.left("buffers", rank), group.left("buffers", peer)
         if buffers != (None, None):
             return buffers_mismatch(rank, buffers[0] or {}, peer, buffers[1] or {})
-    words = {IN_FORWARD: "is in a forward, sharing buffers", IN_BACKWARD: "is in a backward, reducing gradients"}
+    words = {
+        IN_FORWARD: "is in a forward, sharing buffers",
+        IN_BACKWARD: "is in a backward, reducing gradients",
+        IN_JOIN: "tells inside join() what comes next",
+    }
     kinds = [words.get(header & KINDS, "runs a collective of its own") for header in (mine, theirs)]
     if kinds[0] != kinds[1]:
         return (
             f"ranks are out of step: rank {rank} {kinds[0]}, while rank {peer} {kinds[1]}. "
-            "Each rank has to run the same forwards and backwards in the same order."
+            "Each rank has to run the same forwards and backwards in the same order. Run an extra forward with "
+            "model.eval(), under torch.no_grad() or on model.module, and use model.join() for uneven inputs."
         )
     backwards = [header >> 16 & 0xFFFF for header in (mine, theirs)]
     if backwards[0] != backwards[1]:
@@ -157,11 +163,10 @@ def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
             f"forward(s) with all parameters frozen and rank {peer} made {frozen[1]}. Every rank has to freeze and "
             "unfreeze (requires_grad) in the same steps."
         )
-    counts = [header & 0xFFF for header in (mine, theirs)]
+    fresh, again = (rank, peer) if mine & 1 else (peer, rank)
     return (
-        f"ranks are out of step: since the last synchronised backward, rank {rank} made {counts[0]} training "
-        f"forward(s) and rank {peer} made {counts[1]}. Each rank has to run backward for the same forwards; "
-        "run extra ones under torch.no_grad(), or use join() for uneven inputs."
+        f"ranks are out of step: rank {again} runs another backward through the forwards of its last one, and "
+        f"rank {fresh} has begun its next step. Each rank has to run as many backwards for its forwards."
     )
 
 

@@ -63,6 +63,8 @@ class ProcessGroup:
             message = self.group.announced()
             if message is not None:  # for good: nobody would be there
                 raise PeerFailed(message)
+            # Making connections can't be interrupted, so it begins when everybody is there. Until then deaths are seen.
+            self.group.gather("connecting", None)
             is_cuda = self.device.type == "cuda"
             self._connections = _Nccl(self.group, self.device) if is_cuda else _Gloo(self.group, self._name)
             # Nobody may close a connection, by failing again, before everybody has all of them: gloo would wait for it.
@@ -189,6 +191,7 @@ class ProcessGroup:
 
     def close(self) -> None:
         self.disconnect()
+        self.group.close()
 
 
 class _Gloo:

@@ -27,7 +27,6 @@ import mmap
 import os
 import platform
 import secrets
-import select
 import struct
 import time
 import warnings
@@ -38,6 +37,7 @@ import torch
 from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
 from ddpx.group import Group
 from ddpx.library import LIBRARY
+from ddpx.processes import this_host
 from ddpx.transport import header_mismatch
 
 LINE = 128  # bytes: two cache lines, since processors fetch them in pairs
@@ -61,12 +61,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
 def host_id() -> str:
     """Equal for ranks that may share memory: boot and process namespace, or DDPX_HOST_ID where set by hand."""
-    given = os.environ.get("DDPX_HOST_ID")
-    if given:
-        return given
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot_id:
-        return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return f"{platform.node()} {os.getpid()}"
+    return os.environ.get("DDPX_HOST_ID") or this_host()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +207,8 @@ class SharedMemory:
         segments = self._share("control page", own, host_id(), token)
         self._pages = [_ControlPage(segment) for segment in segments]
         self._own = self._pages[self.rank]
-        self._pidfds = {
-            peer: os.pidfd_open(pid)
-            for peer, pid in enumerate(group.gather("process ids", os.getpid()))
-            if peer != self.rank
-        }
-        group.is_dead = self._is_dead
+        for peer in range(self.world_size):
+            group.is_dead(peer)  # opens what later looks need, before there are two threads
         self.delivers = all(group.gather("compiled helpers", LIBRARY is not None))
 
     def _share(self, what: str, own: Segment, host: str = "", token: bytes = b"") -> list[Segment]:
@@ -303,7 +294,7 @@ class SharedMemory:
         LIBRARY.ddpx_shut(self.addresses(self.rank).shut, (self.clock >> 32) + 1)
         deadline = time.monotonic() + self.timeout_s
         for peer, page in enumerate(self._pages):
-            while peer != self.rank and page.writing and not self._is_dead(peer):
+            while peer != self.rank and page.writing and not self.group.is_dead(peer):
                 if time.monotonic() > deadline:
                     self._broken = DeadlineExceeded(
                         f"rank {peer} has been writing a sum into the memory of rank {self.rank} for "
@@ -403,7 +394,7 @@ class SharedMemory:
                 return
             self.poll()
             self._compare_headers(peer)  # a peer that entered another collective may never come to this one
-            if self._is_dead(peer) and page.clock < clock:
+            if self.group.is_dead(peer) and page.clock < clock:
                 raise PeerLost(
                     f"rank {peer} is gone: its process ended while rank {self.rank} waited for it. "
                     "Its own output says why; the job has to be started again."
@@ -421,19 +412,9 @@ class SharedMemory:
         if theirs is not None and mine is not None and theirs != mine:
             raise Mismatch(header_mismatch(self.group, mine, peer, theirs))
 
-    def _is_dead(self, peer: int) -> bool:
-        if peer not in self._pidfds:
-            return False
-        poller = select.poll()
-        poller.register(self._pidfds[peer], select.POLLIN)
-        return bool(poller.poll(0))
-
     def close(self) -> None:
         """Let go of the peers; tensors that still live keep their memory."""
-        for fd in self._pidfds.values():
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._pidfds = {}
+        self.group.close()
         self._arenas = []
         self.scratch = None
 
