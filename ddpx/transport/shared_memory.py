@@ -316,7 +316,7 @@ class SharedMemory:
         """Raise PeerFailed if a rank failed in the present epoch; this one too, so that its own waits end."""
         epoch = self.clock >> 32
         epochs = [epoch]
-        if self._failed_epoch != epoch - 1:  # a peer may have failed at the very end of it, when we were through
+        if epoch and self._failed_epoch != epoch - 1:  # a peer may have failed at its very end, when we were through
             epochs.append(epoch - 1)
         for epoch in epochs:
             for page in self._pages:
