@@ -356,7 +356,10 @@ def headers_that_differ(rank: int, world_size: int, transport_name: str, headers
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
-        ([IN_BACKWARD | 1, IN_BACKWARD | 1, IN_BACKWARD | 2], "training forward(s)"),
+        (
+            [IN_BACKWARD | 1, IN_BACKWARD | 1, IN_BACKWARD | 2],
+            "runs another backward through the forwards of its last one",
+        ),
         ([IN_FORWARD | 1, IN_BACKWARD | 1, IN_BACKWARD | 1], "in a backward, reducing gradients"),
     ],
 )
