@@ -74,7 +74,6 @@ class Communicator:
     asked for does not join them.
     """
 
-    @announcing
     def __init__(
         self,
         group: Group | dist.ProcessGroup | dist.DeviceMesh | None = None,
@@ -95,8 +94,9 @@ class Communicator:
         self.device = torch.device(device)
         self.algorithm = algorithm
         self.link = link
-        self.stream = open_stream(self.device)
-        self.transport = None if self.group.world_size == 1 else _open_transport(self.group, self.device, transport)
+        with announcing(self.group, "Communicator"):
+            self.stream = open_stream(self.device)
+            self.transport = None if self.group.world_size == 1 else _open_transport(self.group, self.device, transport)
         self._calls = Calls(self, check or os.environ.get("DDPX_CHECK", "0") != "0")
         self._arenas: dict[int, torch.Tensor] = {}  # where user's tensors may be reduced in place, by number
         self._arenas_made = 0

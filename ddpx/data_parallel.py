@@ -75,7 +75,6 @@ class DDPX(nn.Module, Joinable):
     named_module_buffers: dict[str, Tensor]
     modules_buffers: list[Tensor]
 
-    @announcing
     def __init__(
         self,
         module: nn.Module,
@@ -213,9 +212,13 @@ class DDPX(nn.Module, Joinable):
         """
         if self.process_group is None:
             self.process_group = group_of(None, None)
-        terms, module, ignored = self._terms, self.module, frozenset(self.parameters_to_ignore)
         is_copy = place != "construction"
-        group = Group(self.process_group, terms.timeout_s, "copies" if is_copy else "groups")
+        group = Group(self.process_group, self._terms.timeout_s, "copies" if is_copy else "groups")
+        with announcing(group, "DDPX"):
+            self._meet_in(group, place, is_copy)
+
+    def _meet_in(self, group: Group, place: str, is_copy: bool) -> None:
+        terms, module, ignored = self._terms, self.module, frozenset(self.parameters_to_ignore)
         parameters = checks.parameters_of(module, ignored)
         trained = checks.check_trainable(parameters)
         self.device = checks.device_of(parameters, self.device_ids, self.output_device)

@@ -7,13 +7,12 @@ for agreement at construction and for announcing failures; gradients never pass 
 import contextlib
 import copy
 import datetime
-import functools
 import itertools
 import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,26 +180,16 @@ class Group:
                 raise PeerLost(f"rank {rank} is gone: its process ended while rank {self.rank} waited at '{topic}'.")
 
 
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
-
-
-def announcing(construct: Constructor) -> Constructor:
-    """A constructor whose failure is told to the group (its `_group` or `group`), whose ranks wait in it."""
-
-    @functools.wraps(construct)
-    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            construct(self, *args, **kwargs)
-        except Error:  # the others see it as well, or have said it
-            raise
-        except BaseException as error:
-            group = vars(self).get("_group") or vars(self).get("group")
-            if isinstance(group, Group):
-                place = f"rank {group.rank} failed in constructing its {type(self).__name__}"
-                group.announce(f"{place}: {type(error).__name__}: {error}")
-            raise
-
-    return constructor  # type: ignore[return-value]
+@contextlib.contextmanager
+def announcing(group: Group, what: str) -> Iterator[None]:
+    """A failure to make `what` is told to the group, whose ranks wait in it."""
+    try:
+        yield
+    except Error:  # the others see it as well, or have said it
+        raise
+    except BaseException as error:
+        group.announce(f"rank {group.rank} failed in constructing its {what}: {type(error).__name__}: {error}")
+        raise
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:
