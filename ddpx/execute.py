@@ -6,12 +6,12 @@ with plans in the same order on every rank.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from ddpx import native
+from ddpx.messages import MessagePlan
 from ddpx.operations import (
     HALVES,
     OPERATIONS,
@@ -31,7 +31,6 @@ from ddpx.program import (
     busiest_end,
     deliveries,
     mapped_programs,
-    message_program,
     partial_sums_travel,
     phases,
 )
@@ -88,7 +87,8 @@ def compile_plan(
             _numel_delivered(schedule, transport.rank, bounds) * flat.element_size() if deliver else 0
         )
         return plan
-    return _MessagePlan(schedule, transport, flat, operation, link, bounds)
+    hold_s = None if link is None else _hold_s(link, schedule, transport.rank, bounds, flat.element_size())
+    return MessagePlan(schedule, transport, flat, operation, hold_s, bounds)
 
 
 def _scratch(transport: MessageTransport | MappedTransport | Hosts, flat: torch.Tensor) -> torch.Tensor:
@@ -226,72 +226,6 @@ class _MappedPlan:
         self.peer_wait_s += waited_s
         if waited_s > self._longest_s:
             self._longest_s, self.last_peer = waited_s, peer
-
-
-# ---- Messages --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _BoundMessages:
-    sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    hold_s: float = 0.0
-    actions: list[Callable[[], object]] = field(default_factory=list)
-
-
-class _MessagePlan:
-    """Sends and receives a whole step at once, then adds what came."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        transport: MessageTransport,
-        flat: torch.Tensor,
-        operation: str,
-        link: Link | None,
-        bounds: Sequence[tuple[int, int]],
-    ) -> None:
-        self._transport = transport
-        self.peer_wait_s = 0.0
-        self.last_peer = transport.rank
-        hold_s = _hold_s(link, schedule, transport.rank, bounds, flat.element_size())
-        self._steps = []
-        landings = transport.landings
-        for step in message_program(schedule, transport.rank):
-            bound = _BoundMessages(hold_s=hold_s.get((step.moves or [m for _, m in step.sends])[0].step, 0.0))
-            for peer, move in step.sends:
-                begin, end = _span(bounds, move)
-                if begin < end:
-                    bound.sends.append((peer, flat[begin:end]))
-            arrived: dict[tuple[int, int], torch.Tensor] = {}  # (source, lo) -> where it lands
-            for peer, move, in_place in step.receives:
-                begin, end = _span(bounds, move)
-                landing = flat[begin:end] if in_place else landings.take(len(arrived), flat[begin:end])
-                if begin < end:
-                    bound.receives.append((peer, landing))
-                arrived[peer, move.lo] = landing
-            for move in step.moves:
-                begin, end = _span(bounds, move)
-                place = flat[begin:end]
-                sources = [place if source == transport.rank else arrived[source, move.lo] for source in move.srcs]
-                landed = len(sources) == 1 and sources[0].data_ptr() == place.data_ptr()
-                if begin < end and not landed:
-                    bound.actions.append(action(compute(place, sources, operation)))
-            self._steps.append(bound)
-
-    def run(self) -> None:
-        self.peer_wait_s, longest_s, self.last_peer = 0.0, 0.0, self._transport.rank
-        for step in self._steps:
-            before = time.perf_counter()
-            self._transport.exchange(step.sends, step.receives)
-            waited_s = time.perf_counter() - before
-            if waited_s > longest_s:
-                longest_s, self.last_peer = waited_s, self._transport.last_peer
-            if step.hold_s:
-                time.sleep(max(0.0, step.hold_s - waited_s))
-            self.peer_wait_s += time.perf_counter() - before
-            for call in step.actions:
-                call()
 
 
 class _PhasedPlan:

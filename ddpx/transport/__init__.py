@@ -1,6 +1,6 @@
 """How bytes get from rank to rank: two contracts, and a wrapper that makes any of them slow.
 
-- `MessageTransport`: a whole step of sends and receives is posted together, so order within a step can't deadlock.
+- `MessageTransport`: sends and receives are posted, and waited for later, so that several are under way at once.
 - `MappedTransport`: every rank reads its peers' memory in place. A rank says how far it has come by one growing number,
   its *clock*; a peer waits for a clock to reach a value. A rank writes its own memory, and where `delivers` is true its
   sums into that of its peers, each of whom can *shut* its own against that.
@@ -10,7 +10,7 @@ or said that it failed, or at the deadline.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -61,6 +61,23 @@ class Landings:
         return flat[: like.numel()]
 
 
+Message = tuple[int, torch.Tensor]  # (peer, flat tensor)
+
+
+class Ending(Protocol):
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A message on its way, until `finish`."""
+
+    peer: int
+    ending: Ending
+    sent: int  # bytes
+    received: int
+
+
 class MessageTransport(Protocol):
     """Point-to-point messages; between two ranks they arrive in the order posted."""
 
@@ -70,17 +87,21 @@ class MessageTransport(Protocol):
     scratch: torch.Tensor | None  # fp32, from `empty`; see ddpx.execute
     bytes_sent: int
     bytes_received: int
-    last_peer: int  # whom the longest wait of the last step was for
+    last_peer: int  # whom the longest wait of the last `finish` was for
+    pipelined: bool  # whether messages can be posted one by one; if not, those of a step together
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised flat tensor, (numel,), on `device`."""
 
-    def exchange(
+    def start(
         self,
-        sends: Sequence[tuple[int, torch.Tensor]],  # (peer, flat tensor) pairs, read until the call returns
-        receives: Sequence[tuple[int, torch.Tensor]],  # (peer, flat tensor) pairs, written
-    ) -> None:
-        """Post all messages of a step, then wait for them (on CUDA: order the current stream after them)."""
+        sends: Sequence[Message],  # read until they are finished
+        receives: Sequence[Message],  # written
+    ) -> list[Posted]:
+        """Post messages: the receives, then the sends."""
+
+    def finish(self, messages: Iterable[Posted]) -> None:
+        """Wait for their ends, in order (on CUDA: order the current stream after them). Each message once."""
 
     def close(self) -> None: ...
 

@@ -8,28 +8,23 @@ the board and then closes its connections, and whoever loses one reads the board
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
 from ddpx.group import Group
-from ddpx.transport import Landings, header_mismatch
+from ddpx.transport import Ending, Landings, Message, Posted, header_mismatch
 
-Message = tuple[int, torch.Tensor]  # (peer, flat tensor)
 NO_TAG = 0x7FFFFFFE  # of a message that nobody sends
 AT_ONCE = datetime.timedelta(milliseconds=1)
 BOARD_S = 0.1  # how long to look for a failing rank's words after a connection closed; they are written before it
 
 
-class _Work(Protocol):
-    def wait(self) -> object: ...
-
-
-_Start = tuple[int, Callable[[], _Work]]  # (peer, what posts a message with it): whom to name when posting fails
+_Post = tuple[int, Callable[[], Ending], int, int]  # (peer, what posts a message with it, bytes sent, received)
 
 
 class ProcessGroup:
@@ -39,6 +34,7 @@ class ProcessGroup:
         self.group = group
         self.rank, self.world_size = group.rank, group.world_size
         self.device = device
+        self.pipelined = device.type != "cuda"
         self.timeout_s = group.timeout_s
         self.epoch = 0
         self.bytes_sent = 0
@@ -83,45 +79,64 @@ class ProcessGroup:
         """Nothing to forget: the memory is an ordinary tensor's."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Post messages and wait for all of them."""
+        self.finish(self.start(sends, receives))
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Posted]:
         if self._header is not None:
             header, self._header = self._header, None
             self._compare_headers(header)
-        self._exchange(sends, receives)
-
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         if not sends and not receives:
-            return
-        connections = self._connections
-        if self._refused is not None:
-            raise self._refused
-        if connections is None:
-            raise PeerFailed(f"rank {self.rank} has closed its connections after a failure")
-        peer = self.rank
+            return []
+        connections = self._open()
+        posted = []
+        peer = (receives or sends)[0][0]
         try:
-            works, longest_s = [], 0.0
-            for peer, start in connections.starts(sends, receives, self.tag):
-                works.append((peer, start()))
-            for peer, work in works:
+            for peer, post, sent, received in connections.posts(sends, receives, self.tag):
+                posted.append(Posted(peer, post(), sent, received))
+        except RuntimeError as error:
+            self._refuse(error, peer)
+        return posted
+
+    def finish(self, messages: Iterable[Posted]) -> None:
+        connections = self._connections
+        longest_s, peer = 0.0, self.rank
+        try:
+            for message in messages:
+                peer = message.peer
                 before = time.perf_counter()
-                work.wait()
+                message.ending.wait()
                 waited_s = time.perf_counter() - before
                 if waited_s > longest_s:
                     longest_s, self.last_peer = waited_s, peer
+                self.bytes_sent += message.sent
+                self.bytes_received += message.received
         except RuntimeError as error:
-            late = (
-                f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which did not come. "
-                "It may be in other code, or make fewer steps than its peers."
-            )
-            gone = (
-                f"rank {peer} is gone: its connection to rank {self.rank} closed while rank {self.rank} waited for it. "
-                "Its own output says why; the job has to be started again."
-            )
-            self._refused = self._explain(str(error), late, gone)
-            raise self._refused from error
+            self._refuse(error, peer)
         if connections is not self._connections:
-            raise PeerFailed(f"rank {self.rank} has closed its connections after a failure")
-        self.bytes_sent += sum(flat.nbytes for _, flat in sends)
-        self.bytes_received += sum(flat.nbytes for _, flat in receives)
+            raise self._closed()
+
+    def _open(self) -> "_Gloo | _Nccl":
+        if self._refused is not None:
+            raise self._refused
+        if self._connections is None:
+            raise self._closed()
+        return self._connections
+
+    def _closed(self) -> PeerFailed:
+        return PeerFailed(f"rank {self.rank} has closed its connections after a failure")
+
+    def _refuse(self, error: RuntimeError, peer: int) -> NoReturn:
+        late = (
+            f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which did not come. "
+            "It may be in other code, or make fewer steps than its peers."
+        )
+        gone = (
+            f"rank {peer} is gone: its connection to rank {self.rank} closed while rank {self.rank} waited for it. "
+            "Its own output says why; the job has to be started again."
+        )
+        self._refused = self._explain(str(error), late, gone)
+        raise self._refused from error
 
     def _explain(self, text: str, late: str, gone: str) -> Error:
         """What really happened when a message did not pass: an announced failure, a deadline, or a lost rank."""
@@ -154,7 +169,7 @@ class ProcessGroup:
     def _compare_headers(self, mine: torch.Tensor) -> None:
         theirs = torch.empty_like(mine)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
-        self._exchange([(after, mine)], [(before, theirs)])
+        self.exchange([(after, mine)], [(before, theirs)])
         if not torch.equal(mine, theirs):
             message = header_mismatch(self.group, int(mine[1]), before, int(theirs[1]))
             if mine[0] != theirs[0]:  # they will never meet again
@@ -206,9 +221,11 @@ class _Gloo:
         self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self._gloo: Any = dist.ProcessGroupGloo(group.store(prefix), group.rank, group.world_size, timeout)
 
-    def starts(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[_Start]:
-        starts: list[_Start] = [(peer, partial(self._gloo.recv, [flat], peer, tag)) for peer, flat in receives]
-        return starts + [(peer, partial(self._gloo.send, [flat], peer, tag)) for peer, flat in sends]
+    def posts(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Iterator[_Post]:
+        for peer, flat in receives:
+            yield peer, partial(self._gloo.recv, [flat], peer, tag), 0, flat.nbytes
+        for peer, flat in sends:
+            yield peer, partial(self._gloo.send, [flat], peer, tag), flat.nbytes, 0
 
     def close(self) -> None:
         """End every wait, here and at our peers: gloo closes all connections when one wait runs into its time limit."""
@@ -234,11 +251,14 @@ class _Nccl:
             device_id=device,
         )
 
-    def starts(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[_Start]:
+    def posts(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Iterator[_Post]:
         operations = [dist.P2POp(dist.irecv, flat, self._ranks[peer], self._group) for peer, flat in receives]
         operations += [dist.P2POp(dist.isend, flat, self._ranks[peer], self._group) for peer, flat in sends]
-        peer = (receives or sends)[0][0]
-        return [(peer, partial(_Batch, operations))]
+        batch = _Batch(operations)
+        for peer, flat in receives:
+            yield peer, lambda: batch, 0, flat.nbytes
+        for peer, flat in sends:
+            yield peer, lambda: batch, flat.nbytes, 0
 
     def close(self) -> None:
         """Nothing: a device that waits for a lost peer is ended by NCCL's own watchdog."""
@@ -256,5 +276,6 @@ class _Batch:
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> None:
-        for work in self._works:
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
