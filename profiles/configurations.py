@@ -57,8 +57,8 @@ CONFIGURATIONS = (
     Configuration("gpt", "nano", "fp32", 1, 1, 2, 64),
     Configuration("gpt", "nano", "fp32", 4, 1, 2, 64),
     Configuration("gpt", "nano", "fp32", 25, 4, 2, 64),
-    Configuration("gpt", "nano", "autocast", 4, 1, 1, 32),
-    Configuration("gpt", "nano", "bf16", 1, 1, 1, 32),
+    Configuration("gpt", "nano", "autocast", 4, 1, 1, 8),
+    Configuration("gpt", "nano", "bf16", 1, 1, 1, 8),
     Configuration("gpt", "small", "fp32", 25, 1, 1, 8),
     Configuration("gpt", "small", "fp32", 4, 1, 1, 8),
     Configuration("mlp", "nano", "fp32", 1, 1, 2, 64),
@@ -105,7 +105,9 @@ def measure(configuration: Configuration, corpus: Corpus, args: argparse.Namespa
     shape = (configuration.batch, max(1, configuration.sequence), 0)
     batches = [source("train", *shape, 0, dist.get_rank(), "cpu", micro) for micro in range(configuration.accumulate)]
     before = bench._processor_s()
-    contenders = {mode: stepper(configuration, mode, batches, args.keep_gradients) for mode in ("local", "torch", "ddpx")}
+    contenders = {
+        mode: stepper(configuration, mode, batches, args.keep_gradients) for mode in ("local", "torch", "ddpx")
+    }
     times = turns.in_turns(contenders, rounds=args.rounds, seconds=args.seconds)
     others = bench._others(before)
     del contenders
@@ -123,7 +125,17 @@ def measure(configuration: Configuration, corpus: Corpus, args: argparse.Namespa
 
 def text_of(found: dict[str, dict[str, Any]]) -> str:
     """The table, and which configurations miss what is wanted."""
-    head = ["configuration", "local", "torch DDP", "ddpx", "torch adds", "ddpx adds", "ddpx / torch", "rounds", "others"]
+    head = [
+        "configuration",
+        "local",
+        "torch DDP",
+        "ddpx",
+        "torch adds",
+        "ddpx adds",
+        "ddpx / torch",
+        "rounds",
+        "others",
+    ]
     lines, slower, above = [head], [], []
     for name, entry in found.items():
         local, theirs, ours = (Times(tuple(entry["times"][mode]["rounds_s"])) for mode in ("local", "torch", "ddpx"))
@@ -152,7 +164,9 @@ def text_of(found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this configuration; may be given several times")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="this configuration; may be given several times"
+    )
     parser.add_argument("--again", action="store_true", help="measure also what the folder has already")
     parser.add_argument("--keep-gradients", action="store_true", help="zero them in place rather than drop them")
     parser.add_argument("--rounds", type=int, default=60, help="at most (%(default)s)")

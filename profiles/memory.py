@@ -146,7 +146,9 @@ def text_of(found: dict[str, dict[str, list[list[dict[str, Any]]]]]) -> str:
         for mode, peak in most.items():
             both = max(sum(rank["pss"] for rank in ranks) for ranks in by_mode[mode])
             figures = [peak["rss"], peak["pss"], both, peak["shared"], peak["anonymous"]]
-            rows.append([mode, *(f"{value / MIB:.0f}" for value in figures), f"{peak['pss'] / most['torch']['pss']:.3f}"])
+            rows.append(
+                [mode, *(f"{value / MIB:.0f}" for value in figures), f"{peak['pss'] / most['torch']['pss']:.3f}"]
+            )
         verdict = "holds" if most["ddpx"]["pss"] <= BOUND * most["torch"]["pss"] else "MISSED"
         least = most["local"]
         parts.append(

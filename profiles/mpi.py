@@ -195,7 +195,13 @@ def main() -> None:
     for why in left_out:
         print(why, file=sys.stderr, flush=True)
     libraries = ["ddpx", *(library for library in LAUNCHERS if not missing(library, getattr(args, library)))]
-    document: dict[str, Any] = {**turns.where(), "blocks": args.blocks, "left_out": left_out, "libraries": {}, "ranks": {}}
+    document: dict[str, Any] = {
+        **turns.where(),
+        "blocks": args.blocks,
+        "left_out": left_out,
+        "libraries": {},
+        "ranks": {},
+    }
     todo = [(ranks, library) for ranks in args.ranks.split(",") for _ in range(args.turns) for library in libraries]
     for ranks, library in tqdm(todo, disable=None, leave=False):
         found = run(library, getattr(args, library, ""), int(ranks), args)

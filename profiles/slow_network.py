@@ -65,6 +65,7 @@ class Stepper:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens, self.targets = Corpus.load().batch("train", batch, SEQUENCE, rank=dist.get_rank())
         self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+        self.communication: list[tuple[float, float]] = []  # of ddpx: in all, and after backward had ended
 
     def __call__(self) -> float:
         at = [time.perf_counter()]
@@ -77,6 +78,8 @@ class Stepper:
         at.append(time.perf_counter())
         for phase, began_s, ended_s in zip(self.phases, at, at[1:]):
             self.phases[phase].append(ended_s - began_s)
+        if isinstance(self.model, ddpx.DDPX) and (stats := self.model.reducer.last_step) is not None:
+            self.communication.append((stats.communication_s, stats.exposed_s))
         return at[-1] - at[0]
 
 
@@ -124,6 +127,11 @@ def step_part(args: argparse.Namespace) -> dict[str, Any]:
         "backward_s": backward_s,
         "optimizer_s": optimizer_s,
         "bound_s": forward_s + max(backward_s, sum(buckets)) + buckets[-1] + optimizer_s,
+        "communication_s": {
+            mode: [statistics.median(part) for part in zip(*stepper.communication)]
+            for mode, stepper in steppers.items()
+            if stepper.communication
+        },
         "others": others,
     }
 
@@ -190,10 +198,11 @@ def text_of(found: dict[str, Any]) -> str:
 def _step_text(name: str, part: dict[str, Any]) -> str:
     times = {mode: turns.Times(tuple(entry["rounds_s"])) for mode, entry in part["times"].items()}
     reference = times["overlapped"]
-    lines = [["step", "median (deciles)", "overlapped takes"]]
+    lines = [["step", "median (deciles)", "overlapped takes", "communication", "of it after backward"]]
     for mode, entry in times.items():
-        lines.append([mode, str(entry), turns.ratio_text(turns.ratio(reference, entry))])
-    lines.append(["bound", seconds_text(part["bound_s"]), f"{reference.median_s / part['bound_s']:.3f}"])
+        communication = [seconds_text(value) for value in part["communication_s"].get(mode, [])] or ["", ""]
+        lines.append([mode, str(entry), turns.ratio_text(turns.ratio(reference, entry)), *communication])
+    lines.append(["bound", seconds_text(part["bound_s"]), f"{reference.median_s / part['bound_s']:.3f}", "", ""])
     communication_s = sum(part["buckets_s"])
     return (
         f"{name}: GPT nano, batch {part['batch']} x {SEQUENCE}, {len(part['buckets_s'])} buckets of at most "

@@ -121,4 +121,3 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A table whose first line is its head; the first column to the left, the others to the right."""
     head, *rows = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([head, f"|---|{'---:|' * (len(lines[0]) - 1)}", *rows])
-

@@ -113,7 +113,9 @@ def hooks(count: int, width: int, large: int, steps: int, transport: str) -> dic
             backward_s(model, x)()
             stats = model.stats()
             assert stats is not None
-            busy = [(b.started_s, b.ended_s) for b in stats.buckets if b.started_s is not None and b.ended_s is not None]
+            busy = [
+                (b.started_s, b.ended_s) for b in stats.buckets if b.started_s is not None and b.ended_s is not None
+            ]
             if step < 2:
                 continue
             # The large gradient's own hook, which writes it, is the first one.
@@ -140,7 +142,9 @@ def text_of(document: dict[str, Any]) -> str:
     for transport, modes in document["hooks"].items():
         for mode, entry in modes.items():
             running = "runs" if mode == "overlapped" else "does not run"
-            figures = [seconds_text(entry[what][figure]) for what in ("gap", "hook") for figure in ("median_s", "p99_s")]
+            figures = [
+                seconds_text(entry[what][figure]) for what in ("gap", "hook") for figure in ("median_s", "p99_s")
+            ]
             lines.append([transport, running, str(entry["gradients"]), *figures])
     parts.append(turns.markdown(lines))
     return "\n\n".join(parts)
