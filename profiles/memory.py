@@ -3,8 +3,9 @@
     python profiles/memory.py --out profiles/DATE_2core-cpu_memory                # GPT small and medium, three minutes
     python profiles/memory.py --out DIR --models gpt:nano,mlp:small --steps 4
 
-Each contender trains in two processes of its own, in turns (A B C A B C), since a peak is a process's for good. Pages of
-shared memory count in full in every process that has touched them (RSS), or by halves where two have (PSS):
+Each contender trains in two processes of its own, in turns (A B C A B C), since a peak is a process's for good. Models
+add to what the folder has. Pages of shared memory count in full in every process that has touched them (RSS), or by
+halves where two have (PSS):
 
     peak RSS   VmHWM of the kernel, exact
     peak PSS   the largest of samples, one every 20 ms; the sum over ranks is what the job really holds
@@ -37,6 +38,7 @@ BOUND = 1.05
 MODES = ("local", "torch", "ddpx")
 SAMPLE_S = 0.02
 MIB = 2**20
+Found = dict[str, dict[str, list[list[dict[str, Any]]]]]  # by model, by mode: each turn's ranks
 
 
 def status(*names: str) -> list[int]:
@@ -131,7 +133,7 @@ def run(mode: str, model: str, args: argparse.Namespace) -> list[dict[str, Any]]
     return ranks
 
 
-def text_of(found: dict[str, dict[str, list[list[dict[str, Any]]]]]) -> str:
+def text_of(found: Found) -> str:
     """A table a model: the greatest of turns and ranks, in MiB."""
     parts = []
     for model, by_mode in found.items():
@@ -152,7 +154,8 @@ def text_of(found: dict[str, dict[str, list[list[dict[str, Any]]]]]) -> str:
         verdict = "holds" if most["ddpx"]["pss"] <= BOUND * most["torch"]["pss"] else "MISSED"
         least = most["local"]
         parts.append(
-            f"{model}: {least['parameters'] / MIB:.0f} MiB of parameters; torch itself {least['before'] / MIB:.0f} MiB\n\n"
+            f"{model}: {least['parameters'] / MIB:.0f} MiB of parameters; "
+            f"torch itself {least['before'] / MIB:.0f} MiB\n\n"
             f"{turns.markdown(rows)}\n\nddpx at most {BOUND:g} times torch's peak PSS: {verdict}."
         )
     return "\n\n".join([*parts, "MiB, the greatest of all ranks and turns."])
@@ -173,10 +176,13 @@ def main() -> None:
         return
     if args.out is None:
         parser.error("--out says where to write")
-    found: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
+    path = args.out / "memory.json"
+    found: Found = json.loads(path.read_text())["models"] if path.exists() else {}
+    for model in args.models.split(","):
+        found[model] = {mode: [] for mode in MODES}
     todo = [(model, mode) for model in args.models.split(",") for _ in range(args.turns) for mode in MODES]
     for model, mode in tqdm(todo, disable=None, leave=False):
-        found.setdefault(model, {}).setdefault(mode, []).append(run(mode, model, args))
+        found[model][mode].append(run(mode, model, args))
     turns.write(args.out, "memory", {**turns.where(ranks=2), "bound": BOUND, "models": found}, text_of(found))
 
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,7 @@ def on_mpi_rank(sizes: list[int], count: int) -> None:
         world.Allreduce(MPI.IN_PLACE, flat)
         assert (flat == n * (n + 1) // 2).all()
         flat[:] = 0
-
-        def run(flat: Any = flat) -> None:
-            world.Allreduce(MPI.IN_PLACE, flat)
-
+        run = partial(world.Allreduce, MPI.IN_PLACE, flat)
         found["mpi"][nbytes] = blocks(run, lambda seconds: world.allreduce(seconds, MPI.MAX), count)
     if world.Get_rank() == 0:
         print(json.dumps(found), flush=True)
@@ -98,7 +96,7 @@ def on_rank_of_ours(sizes: list[int], count: int) -> None:
         bucket.zero_()
         found["ddpx bucket"][nbytes] = blocks(plan.run, slowest, count)
         tensor = torch.zeros(nbytes // 4)
-        found["ddpx tensor"][nbytes] = blocks(lambda tensor=tensor: calls.all_reduce(tensor), slowest, count)
+        found["ddpx tensor"][nbytes] = blocks(partial(calls.all_reduce, tensor), slowest, count)
     if rank == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()

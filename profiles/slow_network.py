@@ -140,7 +140,7 @@ def step_part(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def hierarchical_part(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """On every rank: hierarchical, our flat ring over messages and gloo's all-reduce in turns; bytes that left a host."""
+    """On every rank: hierarchical, our flat ring over messages and gloo in turns; bytes that left a host."""
     n, per_host = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     messages = ddpx.Communicator(transport="process_group")
     layered = ddpx.Communicator(transport="hierarchical") if per_host > 1 else None

@@ -86,7 +86,7 @@ class Watch:
             inner(*arguments)
             self.calls.append((began_s, time.perf_counter()))
 
-        reducer._on_gradient = timed  # type: ignore[method-assign]
+        reducer._on_gradient = timed  # type: ignore[method-assign, assignment]
 
 
 def hooks(count: int, width: int, large: int, steps: int, transport: str) -> dict[str, dict[str, list[float]]]:
@@ -99,7 +99,7 @@ def hooks(count: int, width: int, large: int, steps: int, transport: str) -> dic
     for mode in ("overlapped", "bucketed"):
         models[mode] = ddpx.DDPX(
             Chain(count, width, large),
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             transport=transport,
             bucket_cap_mb=large * 4 / 2**20,
         )
