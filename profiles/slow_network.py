@@ -42,7 +42,7 @@ from models.data import Corpus
 from models.gpt import GPT
 
 OURS = ("naive", "bucketed", "overlapped")
-RATES = {"1gbit": ("0.125GB/s", 4), "4gbit": ("0.5GB/s", 1)}  # by rate: the same as a link, sequences of a batch
+RATES = {"1gbit": ("0.125GB/s", 7), "4gbit": ("0.5GB/s", 2)}  # by rate: the same as a link, sequences of a batch
 LATENCY = "50us"
 SEQUENCE = 64
 SIZES = "1MiB,4MiB,25MiB"
