@@ -11,12 +11,15 @@ across hosts, which on one machine they could. Namespaces and bridge are taken d
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 PORT = 29517
+PATIENCE_S = 10.0  # for ranks to end when told to
 
 
 def run(*words: str, check: bool = True) -> None:
@@ -52,6 +55,31 @@ def namespaces(hosts: int, rate: str) -> Iterator[list[str]]:
             run("ip", "netns", "delete", name, check=False)
 
 
+def launch(names: Sequence[str], ranks_per_host: int, command: Sequence[str]) -> int:
+    """Run `command`, as torchrun takes it, on all hosts; the first exit code that is not zero. All ends with it."""
+    processes = []
+    try:
+        for host, name in enumerate(names):
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "DDPX_HOST_ID": name}
+            words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={host}"]
+            words += [f"--nproc-per-node={ranks_per_host}", "--master-addr=10.77.0.1", f"--master-port={PORT}"]
+            processes.append(subprocess.Popen(["ip", "netns", "exec", name, *words, *command], env=environment))
+        return next((code for code in [process.wait() for process in processes] if code), 0)
+    finally:
+        for process in processes:
+            process.terminate()  # torchrun ends its ranks then
+        for process in processes:
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def end_as_interrupted(number: int, _: FrameType | None) -> None:
+    """For SIGTERM: leave by an exception, so that namespaces are taken down."""
+    sys.exit(128 + number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
@@ -64,20 +92,9 @@ def main() -> int:
         parser.error("nothing to run: put -- and a script behind the options")
     if os.geteuid() != 0:
         parser.error("network namespaces need root")
+    signal.signal(signal.SIGTERM, end_as_interrupted)
     with namespaces(arguments.hosts, arguments.rate) as names:
-        processes = []
-        for host, name in enumerate(names):
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "DDPX_HOST_ID": name}
-            launch = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={arguments.hosts}"]
-            launch += [f"--node-rank={host}", f"--nproc-per-node={arguments.ranks_per_host}"]
-            launch += ["--master-addr=10.77.0.1", f"--master-port={PORT}", *command]
-            processes.append(subprocess.Popen(["ip", "netns", "exec", name, *launch], env=environment))
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    return max(codes, key=abs)
+        return launch(names, arguments.ranks_per_host, command)
 
 
 if __name__ == "__main__":

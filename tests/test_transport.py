@@ -139,6 +139,27 @@ def test_ranks_see_each_others_memory_and_no_file_names_it(ranks) -> None:
     ranks(3).run(memory_is_shared_and_unnamed)
 
 
+def resident_after_empty(rank: int, world_size: int) -> tuple[int, bool]:
+    """Bytes of shared memory that a new arena of 32 MiB makes resident, and whether it is zero."""
+    transport = SharedMemory(Group(None))
+
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+
+    before = resident()
+    flat = transport.empty(8 << 20, torch.float32, CPU)
+    taken = resident() - before
+    is_zero = not flat.any()
+    transport.close()
+    return taken, bool(is_zero)
+
+
+def test_a_new_arena_is_zero_and_takes_no_memory_until_it_is_written(ranks) -> None:
+    for taken, is_zero in ranks(2).run(resident_after_empty):
+        assert taken < 1 << 20 and is_zero
+
+
 def test_closed_transports_leave_no_mappings_and_no_open_files() -> None:
     for counts in run(nothing_is_kept, 2):  # processes of their own, in which no other test has left anything
         assert counts[0] == counts[-1] and counts[-1][0] == 0

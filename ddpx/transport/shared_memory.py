@@ -244,8 +244,9 @@ class SharedMemory:
             message = f"rank {self.rank} got no {nbytes / 2**20:.1f} MiB of shared memory: {error}"
             self.group.announce(message)
             raise Error(message) from error
+        # New pages are zero, and become resident when they are written: in the round that lays an arena out, one by one
+        # as the gradients that they take the place of go.
         tensors = [segment.tensor(numel, dtype) for segment in self._share("arena", own)]
-        tensors[self.rank].zero_()
         self._arenas.append((tensors[self.rank], tensors))
         return tensors[self.rank]
 
