@@ -31,6 +31,7 @@ from turns import Times
 import ddpx
 import models
 from ddpx import bench
+from ddpx.gate import Promise
 from ddpx.units import seconds_text
 from models.data import Corpus, synthetic_images
 
@@ -161,6 +162,17 @@ def text_of(found: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def promises_of(found: dict[str, dict[str, Any]]) -> list[Promise]:
+    """Never slower than torch's, and at most half of what it adds."""
+    promises = []
+    for name, entry in found.items():
+        promises.append(Promise(f"a step of {name}, over torch's", entry["ratio"]["of_medians"], 1.0, at_least=False))
+        if entry["torch_adds_s"] > 0:
+            share = entry["ddpx_adds_s"] / entry["torch_adds_s"]
+            promises.append(Promise(f"what is added to {name}, over what torch's adds", share, HALF, at_least=False))
+    return promises
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -191,7 +203,8 @@ def main() -> None:
         have[name] = measure(names[name], corpus, args)
     if rank == 0:
         have = {name: have[name] for name in names if name in have}
-        turns.write(args.out, "configurations", {**turns.where(ranks=2), "configurations": have}, text_of(have))
+        document = {**turns.where(ranks=2), "configurations": have}
+        turns.write(args.out, "configurations", document, text_of(have), promises_of(have))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import ddpx
 import models
+from ddpx.gate import Promise
 
 BOUND = 1.05
 MODES = ("local", "torch", "ddpx")
@@ -161,6 +162,15 @@ def text_of(found: Found) -> str:
     return "\n\n".join([*parts, "MiB, the greatest of all ranks and turns."])
 
 
+def promises_of(found: Found) -> list[Promise]:
+    """Hardly more than torch's."""
+    promises = []
+    for model, by_mode in found.items():
+        ours, theirs = (max(rank["pss"] for ranks in by_mode[mode] for rank in ranks) for mode in ("ddpx", "torch"))
+        promises.append(Promise(f"peak PSS of {model}, over torch's", ours / theirs, BOUND, at_least=False))
+    return promises
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR")
@@ -183,7 +193,8 @@ def main() -> None:
     todo = [(model, mode) for model in args.models.split(",") for _ in range(args.turns) for mode in MODES]
     for model, mode in tqdm(todo, disable=None, leave=False):
         found[model][mode].append(run(mode, model, args))
-    turns.write(args.out, "memory", {**turns.where(ranks=2), "bound": BOUND, "models": found}, text_of(found))
+    document = {**turns.where(ranks=2), "bound": BOUND, "models": found}
+    turns.write(args.out, "memory", document, text_of(found), promises_of(found))
 
 
 if __name__ == "__main__":

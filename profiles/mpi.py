@@ -23,7 +23,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # MPI's processes may not have ddpx
+    from ddpx.gate import Promise
 
 SIZES = "1KiB,8KiB,64KiB,1MiB,4MiB,25MiB,100MiB"
 BLOCK_S, MAX_REPETITIONS = 0.02, 2000
@@ -165,6 +168,27 @@ def text_of(document: dict[str, Any]) -> str:
     return "\n\n".join([*parts, "\n".join([*document["left_out"], *versions])])
 
 
+def promises_of(document: dict[str, Any]) -> "list[Promise]":
+    """With a core for each rank: ahead of MPI in large buffers, and close to it in small ones."""
+    from ddpx.gate import Promise
+    from ddpx.units import bytes_text
+
+    promises = []
+    by_name = document["ranks"].get("2", {})
+    for library in by_name:
+        if library.startswith("ddpx"):
+            continue
+        for nbytes, values in by_name[library].items():
+            ours, theirs = statistics.median(by_name["ddpx bucket"][nbytes]), statistics.median(values)
+            what = f"{bytes_text(int(nbytes))}, 2 ranks: {library}'s time over ours"
+            if int(nbytes) >= 1 << 20:
+                promises.append(Promise(what, theirs / ours, 2.5 if int(nbytes) >= 25 << 20 else 1.0))
+            elif int(nbytes) < 64 << 10:
+                what = f"{bytes_text(int(nbytes))}, 2 ranks: microseconds more than {library}"
+                promises.append(Promise(what, 1e6 * (ours - theirs), 20.0, at_least=False))
+    return promises
+
+
 def _by_turn(values: list[float], blocks_a_turn: int) -> list[float]:
     return [statistics.median(values[at : at + blocks_a_turn]) for at in range(0, len(values), blocks_a_turn)]
 
@@ -189,6 +213,8 @@ def main() -> None:
     import turns
     from tqdm import tqdm
 
+    from ddpx.gate import Unmeasured
+
     left_out = [why for library in LAUNCHERS if (why := missing(library, getattr(args, library)))]
     for why in left_out:
         print(why, file=sys.stderr, flush=True)
@@ -208,9 +234,8 @@ def main() -> None:
             for nbytes, values in by_size.items():
                 name_of = library if name == "mpi" else name
                 document["ranks"].setdefault(ranks, {}).setdefault(name_of, {}).setdefault(nbytes, []).extend(values)
-    turns.write(args.out, "mpi", document, text_of(document))
-    if len(libraries) == 1:
-        sys.exit("no MPI library was measured")
+    unmeasured = [Unmeasured("all-reduce beside MPI", why) for why in left_out]
+    turns.write(args.out, "mpi", document, text_of(document), promises_of(document), unmeasured)
 
 
 def _bytes(text: str) -> int:

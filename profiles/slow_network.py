@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 import ddpx
 from ddpx import bench
+from ddpx.gate import Promise
 from ddpx.units import bytes_text, parse_bytes, seconds_text
 from models.data import Corpus
 from models.gpt import GPT
@@ -225,6 +226,37 @@ def _hierarchical_text(name: str, rows: list[dict[str, Any]]) -> str:
     return f"{name}\n\n{turns.markdown(lines)}"
 
 
+def promises_of(found: dict[str, Any]) -> list[Promise]:
+    """Of a step: ahead of naive, close to the bound, not behind torch's. Of hierarchical: bytes, and ahead of both."""
+    promises = []
+    for name, part in found.items():
+        if name == "hierarchical":
+            promises += _hierarchical_promises(part)
+            continue
+        medians = {mode: entry["median_s"] for mode, entry in part["times"].items()}
+        ours = medians["overlapped"]
+        promises.append(Promise(f"{name}: naive's step over overlapped's", medians["naive"] / ours, 1.5))
+        promises.append(Promise(f"{name}: overlapped's step over the bound", ours / part["bound_s"], 1.05, False))
+        if "torch" in medians:
+            promises.append(Promise(f"{name}: overlapped's step over torch's", ours / medians["torch"], 1.0, False))
+    return promises
+
+
+def _hierarchical_promises(rows: list[dict[str, Any]]) -> list[Promise]:
+    promises = []
+    at = {(row["contender"], row["bytes"], row["ranks"]): row for row in rows}
+    for nbytes in sorted({row["bytes"] for row in rows}):
+        ours, ring, gloo = (at[name, nbytes, 4] for name in ("hierarchical", "flat ring", "gloo"))
+        what = f"{bytes_text(nbytes)} over hosts:"
+        bytes_of_one = ours["sent_by_a_host"] / at["flat ring", nbytes, 2]["sent_by_a_host"]
+        promises.append(Promise(f"{what} bytes of two ranks a host over those of one", bytes_of_one, 1.02, False))
+        for name, theirs in (("the flat ring", ring), ("gloo", gloo)):
+            promises.append(
+                Promise(f"{what} {name}'s time over hierarchical's", theirs["median_s"] / ours["median_s"], 1.0)
+            )
+    return promises
+
+
 # ---- The program -----------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +322,8 @@ def main() -> None:
             found["hierarchical"] = [row for ranks in (2, 1) for row in run("hierarchical", "1gbit", ranks, args)]
         else:
             parser.error(f"no part is called {part!r}")
-        turns.write(args.out, "slow_network", {**turns.where(), "parts": found}, text_of(found))
+        document = {**turns.where(), "parts": found}
+        turns.write(args.out, "slow_network", document, text_of(found), promises_of(found))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ddpx import bench, compare, native
+from ddpx.gate import Promise, Unmeasured, as_document
 from ddpx.units import seconds_text
 
 LEAST_ROUNDS = 8
@@ -102,17 +103,25 @@ def where(**more: Any) -> dict[str, Any]:
         "processor": compare.processor(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()},
         "commit": bench._commit(),
-        "compiled_helper": native.load() is not None,
+        "compiled_helper": native.LIBRARY is not None,
         "date": date.today().isoformat(),
         "command": " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         **more,
     }
 
 
-def write(out: Path, name: str, document: Mapping[str, Any], text: str) -> None:
-    """`name`.json and `name`.md in the folder."""
+def write(
+    out: Path,
+    name: str,
+    document: Mapping[str, Any],
+    text: str,
+    promises: Sequence[Promise],
+    unmeasured: Sequence[Unmeasured] = (),
+) -> None:
+    """`name`.json, with what `python -m ddpx bench --gate` reads, and `name`.md in the folder."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    whole = {**document, **as_document(promises, unmeasured)}
+    (out / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(f"{text}\n\nwritten: {out}/{name}.json, {name}.md", flush=True)
 

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 profiles/wrapper_cost.py --out profiles/DATE_2core-cpu_wrapper_cost
 
 First alone, in a group of one rank: backward bare, in torch's DistributedDataParallel and in ddpx, in turns; there is
-nothing to communicate, so what is more than bare is the wrapper's own. Then with two ranks: the time from one hook's
-return to the next one's, which is one small gradient's computation, the wait for the interpreter's lock and the hook;
-for gradients that come while an all-reduce of a large one runs, and for the same ones where none runs (mode bucketed).
+nothing to communicate, so what is more than bare is the wrapper's own. Then a step of GPT small, bare and in ddpx. Then
+with two ranks: the time from one hook's return to the next one's, which is one small gradient's computation, the wait
+for the interpreter's lock and the hook; for gradients that come while an all-reduce of a large one runs, and for the
+same ones where none runs (mode bucketed).
 """
 
 import argparse
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpx
+from ddpx.gate import Promise
 from ddpx.reducer import Reducer
 from ddpx.units import seconds_text
+from models.gpt import GPT
 
 
 class Chain(nn.Module):
@@ -54,12 +57,30 @@ def backward_s(model: nn.Module, x: Tensor) -> Callable[[], float]:
     return run
 
 
-def alone(count: int, width: int, rounds: int, seconds: float) -> dict[str, turns.Times]:
-    """Backward in three ways, each rank in a group of its own; rank 0's times. The other ranks sleep meanwhile."""
+def small_step(model: nn.Module) -> Callable[[], float]:
+    """What makes a step of a GPT on one sequence, and tells its seconds."""
+    tokens = torch.zeros(1, 128, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def run() -> float:
+        began_s = time.perf_counter()
+        model(tokens, tokens)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began_s
+
+    return run
+
+
+def alone(count: int, width: int, rounds: int, seconds: float) -> tuple[dict[str, turns.Times], dict[str, turns.Times]]:
+    """Backward in three ways, then a step of GPT small in two; each rank in a group of its own. Rank 0's times.
+
+    The other ranks sleep meanwhile.
+    """
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank():
         dist.barrier()
-        return {}
+        return {}, {}
     x = torch.ones(width)
     mine = groups[0]
     contenders = {
@@ -70,8 +91,13 @@ def alone(count: int, width: int, rounds: int, seconds: float) -> dict[str, turn
         "ddpx": backward_s(ddpx.DDPX(Chain(count, width), process_group=mine), x),
     }
     times = turns.in_turns(contenders, rounds=rounds, seconds=seconds, group=mine)
+    small = {
+        "bare": small_step(GPT.from_size("small", 256, 128)),
+        "ddpx": small_step(ddpx.DDPX(GPT.from_size("small", 256, 128), process_group=mine)),
+    }
+    steps = turns.in_turns(small, rounds=rounds, seconds=seconds, group=mine)
     dist.barrier()
-    return times
+    return times, steps
 
 
 class Watch:
@@ -138,6 +164,9 @@ def text_of(document: dict[str, Any]) -> str:
         more = f"{1e6 * (entry.median_s - bare_s) / count:.2f} us"
         lines.append([name, str(entry), f"{entry.median_s / bare_s:.2f}×", more])
     parts = [turns.markdown(lines)]
+    lines = [["a step of GPT small, one rank", "median (deciles)"]]
+    steps = {name: turns.Times(tuple(entry["rounds_s"])) for name, entry in document["small_step"].items()}
+    parts.append(turns.markdown([*lines, *([name, str(entry)] for name, entry in steps.items())]))
     lines = [["rank 0, over", "all-reduce", "gradients", "gap median", "gap p99", "hook median", "hook p99"]]
     for transport, modes in document["hooks"].items():
         for mode, entry in modes.items():
@@ -148,6 +177,22 @@ def text_of(document: dict[str, Any]) -> str:
             lines.append([transport, running, str(entry["gradients"]), *figures])
     parts.append(turns.markdown(lines))
     return "\n\n".join(parts)
+
+
+def promises_of(document: dict[str, Any]) -> list[Promise]:
+    """No more than torch's, and a running all-reduce slows gradients less than another thread's Python would."""
+    medians = {name: entry["median_s"] for name, entry in document["alone"].items()}
+    of_torch = (medians["ddpx"] - medians["bare"]) / (medians["torch"] - medians["bare"])
+    promises = [Promise("what the wrapper adds to a backward, over what torch's adds", of_torch, 1.0, at_least=False)]
+    for transport, modes in document["hooks"].items():
+        for figure, name, bound in (("median_s", "median", 29 / 21), ("p99_s", "99th percentile", 119 / 47)):
+            slowed = modes["overlapped"]["gap"][figure] / modes["bucketed"]["gap"][figure]
+            what = f"gradient to hook's return, {name}, while an all-reduce runs over {transport}, over without"
+            promises.append(Promise(what, slowed, round(bound, 2), at_least=False))
+    step = document["small_step"]
+    share = step["ddpx"]["median_s"] / step["bare"]["median_s"]
+    promises.append(Promise("a step of GPT small in a group of one, over bare", share, 1.01, at_least=False))
+    return promises
 
 
 def main() -> None:
@@ -161,12 +206,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of each mode in the second part (%(default)s)")
     args = parser.parse_args()
     rank, n = turns.join_ranks()
-    times = alone(args.parameters, args.width, args.rounds, args.seconds)
+    times, steps = alone(args.parameters, args.width, args.rounds, args.seconds)
     document: dict[str, Any] = {
         **turns.where(ranks=n),
         "parameters": args.parameters,
         "width": args.width,
         "alone": {name: found.as_dict() for name, found in times.items()},
+        "small_step": {name: found.as_dict() for name, found in steps.items()},
         "hooks": {},
     }
     for transport in ("shared_memory", "process_group"):
@@ -183,7 +229,7 @@ def main() -> None:
             for mode, values in found.items()
         }
     if rank == 0:
-        turns.write(args.out, "wrapper_cost", document, text_of(document))
+        turns.write(args.out, "wrapper_cost", document, text_of(document), promises_of(document))
     dist.barrier()
     dist.destroy_process_group()
 
