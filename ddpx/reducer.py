@@ -448,7 +448,7 @@ class Reducer:
         if self._hook is not None:
             bucket.pending = self._hook.launch(bucket, len(self.buckets))
         else:
-            bucket.pending = self.communicator.start(bucket.plan.run)
+            bucket.pending = self.communicator.start(bucket.plan.run, bucket.lane)
 
     # ---- The end of a round
 
