@@ -76,7 +76,8 @@ def launch(names: Sequence[str], ranks_per_host: int, command: Sequence[str]) ->
 
 
 def end_as_interrupted(number: int, _: FrameType | None) -> None:
-    """For SIGTERM: leave by an exception, so that namespaces are taken down."""
+    """For SIGTERM: leave by an exception, so that namespaces are taken down; a second one does not cut that short."""
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
