@@ -236,7 +236,9 @@ def copy_with_static_graph(rank: int, world_size: int) -> None:
     wrapper = DDPX(net())
     wrapper._set_static_graph()
     twin = copy.deepcopy(wrapper)
-    assert step(twin, rank) == "" and twin.static_graph and twin.reducer.static
+    said = step(twin, rank)
+    assert said == "", said
+    assert twin.static_graph and twin.reducer.static
     twin.module.adapter = nn.Identity()
     twin.zero_grad()
     assert step(twin, rank) == ""
