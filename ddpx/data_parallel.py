@@ -246,6 +246,7 @@ class DDPX(nn.Module, Joinable):
         except DeadlineExceeded as error:
             if not is_copy:
                 raise
+            group.withdraw()
             raise DeadlineExceeded(
                 f"{error} This is a copy of a wrapper, or was unpickled; it meets its peers in {place}, which all "
                 "ranks have to make. On one rank alone call it under torch.no_grad() or no_sync(), or use its .module."

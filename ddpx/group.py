@@ -58,11 +58,18 @@ class Group:
             with self._told_when_the_board_is_gone("its first note"):
                 store = process_group.get_group_store()
                 # Each rank counts its own Groups; where all make them in the same order, equal counts are one Group.
+                self._counter = store, f"ddpx/{series}/{self.rank}"
                 serial = store.add(f"ddpx/{series}/{self.rank}", 1)
                 self._store = self._whole = dist.PrefixStore(f"ddpx/{series}/{serial}", store)
                 self._processes = Processes(self._store, self.rank)
             self._members = list(range(self.world_size))  # our ranks, as `_processes` numbers them
             self._notes = itertools.count()
+
+    def withdraw(self) -> None:
+        """Take back this rank's part in a Group, its last one, to whose first note the others did not come."""
+        self._store.delete_key(f"note/outside/0/{self.rank}")  # or who comes later would take it for company
+        store, key = self._counter
+        store.add(key, -1)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"

@@ -171,7 +171,10 @@ def trained_on_one_rank(rank: int, world_size: int) -> str:
     wrapper = DDPX(net(), timeout_s=0.5)
     said = step(copy.deepcopy(wrapper), rank) if rank == 0 else ""
     dist.barrier()
-    assert step(DDPX(net()), rank) == ""  # and wrapping goes on as before
+    assert step(DDPX(net()), rank) == ""  # and wrapping and copying go on as before
+    wrapper = copy.deepcopy(DDPX(net(), timeout_s=5))
+    assert step(wrapper, rank) == ""
+    assert_means(wrapper, rank)
     return said
 
 
