@@ -32,14 +32,16 @@ from ddpx.transport.shared_memory import SharedMemory, host_id
 TRANSPORTS = ("auto", "shared_memory", "process_group", "hierarchical")
 CANCEL_S = 1.0
 # Plans of messages that run at a time. While one waits for a peer that the system has not woken yet, another one's
-# messages travel: beside a computing thread on each core, three all-reduces in turn took 97 ms, two 125, one 148 ms,
-# and gloo's own, which has two threads, 94 ms (11 times 2 MiB at 4 Gbit/s).
+# messages travel: beside a thread that computes without pause on each core, three all-reduces at a time took 97 ms, two
+# 125, one 148 (11 of 2 MiB at 4 Gbit/s), and gloo's own, two at a time, 94 ms. In a training step on two cores the
+# number made no difference that could be told from chance.
 LANES = 3
 
 # What "auto" takes a message transport for: gloo on the loopback device, fitted to `python -m ddpx bench` with 2, 3 and
-# 4 ranks on two cores, five algorithms from 1 KiB to 64 MiB together, with gamma as measured there. One line for all is
-# off by half (root mean square); its choices: with two ranks doubling below 3.6 MB, then ring; with more, direct.
-MESSAGES = Fabric(alpha_s=300e-6, beta_s_per_byte=1 / 1.25e9, gamma_s_per_byte=1 / 6e9, concurrent=True)
+# 4 ranks on two cores, five algorithms from 1 KiB to 64 MiB together. One line for all is off by half (root mean
+# square), so gamma is set by the one choice that hangs on it: with two ranks doubling is ahead at 4 MiB (1.06 times
+# gloo's speed, ring 0.86) and not at 25 MiB. With more ranks the choice is direct.
+MESSAGES = Fabric(alpha_s=300e-6, beta_s_per_byte=1 / 1.25e9, gamma_s_per_byte=1 / 12e9, concurrent=True)
 # Algorithms that "auto" chooses from where ranks send messages: those without options.
 CHOICES = {
     "all_reduce": ("ring", "tree", "doubling", "halving_doubling", "circulant", "direct"),
