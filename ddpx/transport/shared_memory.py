@@ -7,7 +7,8 @@ arenas. Where every rank has the compiled helper, peers deliver sums into these.
 Note: deliveries. A rank that is late, or stopped by a signal, must not write into the gradients of a step that its
 peers have given up. So it says on its page that it writes, then looks whether somebody has shut their memory for this
 epoch; who leaves an epoch by a failure shuts first, then waits until nobody writes. Each looks after it has spoken, so
-one of them sees the other.
+one of them sees the other. A refused claim means a failure: plans end by waiting for every delivery to their rank, so
+who shuts a later epoch has let all of this one pass.
 
 Note: the clock. `epoch << 32 | ticks`, written by its rank alone. Ticks grow with every plan that runs; an epoch is one
 synchronised backward. A rank that fails says in which epoch, and leaves for the next one, so a peer still waiting
