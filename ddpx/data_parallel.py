@@ -326,7 +326,7 @@ class DDPX(nn.Module, Joinable):
         self.reducer.forward_s += time.perf_counter() - began_s
         if shares and self._buffer_hook_location() == POST_FORWARD:
             self.share_buffers(root)
-        self.reducer.watch(list(tensors_in(output)))
+        self.reducer.watch(list(tensors_in(output)), self.training)
         return output
 
     def _run_module(self, args: Any, kwargs: Any) -> Any:

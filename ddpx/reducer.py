@@ -35,6 +35,7 @@ from ddpx.errors import Error, NonFiniteGradient, UnusedParameters
 from ddpx.execute import Plan
 from ddpx.guard import Footprint
 from ddpx.phases import PhaseBoard
+from ddpx.skips import Skips
 from ddpx.sparse import SparseMean
 from ddpx.stats import BucketStats, PhaseTimes, StepStats
 from ddpx.transport import IN_BACKWARD, IN_FORWARD, header_of
@@ -127,6 +128,7 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self.arenas: dict[str, Tensor] = {}
         self.is_fresh = False  # there has been a forward since the last round
+        self._skips = Skips()
         self.frozen_forwards = 0  # training forwards since then in which all parameters were frozen
         self.buffers_digest = 0  # of the buffers that forwards share; see ddpx.buffers
         self.epoch = 0
@@ -225,19 +227,24 @@ class Reducer:
         if self._phases is not None:
             self._phases.settle()
         self.epoch += 1
-        is_fresh = kind == IN_BACKWARD and self.is_fresh and not self.joining
+        counts = kind == IN_BACKWARD and not self.joining
+        is_fresh, skipped = counts and self.is_fresh, self._skips.count() if counts else 0
         header = None
         if kind is not None:
-            header = header_of(kind, self.rounds, is_fresh, self.frozen_forwards, self.buffers_digest)
+            header = header_of(kind, self.rounds, is_fresh, self.frozen_forwards, self.buffers_digest, skipped)
         self.communicator.begin(self.epoch, header)
         if kind != IN_FORWARD:
+            self._skips = Skips()
             self.is_fresh, self.frozen_forwards = False, 0
         return self.epoch
 
-    def watch(self, outputs: Sequence[Tensor]) -> None:
+    def watch(self, outputs: Sequence[Tensor], is_training: bool) -> None:
         """Make the backward through any of `outputs` a round. Called by the forward that made them."""
         self.is_fresh = True
-        hooked = watch(outputs, _output_hook(weakref.ref(self)))
+        hook = _output_hook(weakref.ref(self))
+        hooked = watch(outputs, hook)
+        if is_training:
+            self._skips.forward(hook)
         # A parameter may be an output itself, and the loss come from it alone.
         bare = self.find_unused and any(output.requires_grad and output.is_leaf for output in outputs)
         self.expects_backward_anywhere = bare or not hooked

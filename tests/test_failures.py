@@ -462,8 +462,9 @@ class WithBuffer(Model):
 
 
 def extra_forward(rank: int, world_size: int, transport: str, module: type[Model], what: str) -> str:
-    """Rank 1 runs a forward more than the others, which it drops, or a backward more."""
+    """Rank 1 runs a forward more than the others, which it drops, or a backward more, or skips a backward."""
     model = DDPX(module(), bucket_cap_mb=TINY_MB, transport=transport, timeout_s=10)
+    loss = torch.zeros(())
     for step in range(4):
         model.zero_grad()
         if rank == 1 and step == 1:
@@ -471,17 +472,19 @@ def extra_forward(rank: int, world_size: int, transport: str, module: type[Model
             if what == "fails":
                 with pytest.raises(KeyError):
                     model(batch_of(5, rank), boom, FORWARD)
-            else:
+            elif what != "skips":
                 model(batch_of(5, rank))
             model.train()
         try:
             loss = model(batch_of(step, rank)).square().sum()
+            if rank == 1 and step == 1 and what == "skips":
+                continue
             if rank == 1 and step == 1 and what == "goes back twice":
                 loss.backward(retain_graph=True)
             loss.backward()
         except ddpx.Error as error:
             return str(error)
-        if module is Model and what != "goes back twice":
+        if module is Model and what not in ("goes back twice", "skips"):
             assert_right(model, world_size, step)
     return ""
 
@@ -496,6 +499,7 @@ def test_a_forward_that_one_rank_drops_is_no_affair_of_the_others(ranks, transpo
     ("module", "what", "words"),
     [
         (WithBuffer, "trains", "rank 1 is in a forward, sharing buffers"),
+        (Model, "skips", "gradients of different steps would be averaged"),
         (Model, "goes back twice", "rank 1 runs another backward through the forwards of its last one"),
     ],
 )

@@ -136,9 +136,10 @@ class MappedTransport(Protocol):
 
 
 # A header is what all ranks must have in common as they enter an epoch. From its lowest bit: whether there has been a
-# forward since the last synchronised backward (1 bit; not how many, since one that is dropped harms nobody), those with
-# all parameters frozen (4 bits, from the 13th), synchronised backwards that ended well (16), what the epoch is for (4),
-# and a digest of the buffers that forwards share (24; 0: no buffers).
+# forward since the last synchronised backward (1 bit; not how many, since one that is dropped harms nobody), forwards
+# whose backward was skipped (4 bits, from the 9th; see ddpx.skips), those with all parameters frozen (4), synchronised
+# backwards that ended well (16), what the epoch is for (4), and a digest of the buffers that forwards share (24; 0: no
+# buffers).
 IN_FORWARD = 1 << 32
 IN_BACKWARD = 2 << 32
 IN_JOIN = 3 << 32
@@ -146,9 +147,10 @@ KINDS = 15 << 32
 DIGEST_AT, DIGEST_BITS = 36, 24
 
 
-def header_of(kind: int, backwards: int, is_fresh: bool, frozen: int = 0, digest: int = 0) -> int:
+def header_of(kind: int, backwards: int, is_fresh: bool, frozen: int = 0, digest: int = 0, skipped: int = 0) -> int:
     """The header of an epoch of that kind."""
-    return digest << DIGEST_AT | kind | (backwards & 0xFFFF) << 16 | min(frozen, 0xF) << 12 | is_fresh
+    forwards = min(frozen, 0xF) << 12 | min(skipped, 0xF) << 8 | is_fresh
+    return digest << DIGEST_AT | kind | (backwards & 0xFFFF) << 16 | forwards
 
 
 def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
@@ -183,6 +185,15 @@ def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
             f"ranks are out of step: since the last synchronised backward, rank {rank} made {frozen[0]} training "
             f"forward(s) with all parameters frozen and rank {peer} made {frozen[1]}. Every rank has to freeze and "
             "unfreeze (requires_grad) in the same steps."
+        )
+    skipped = [header >> 8 & 0xF for header in (mine, theirs)]
+    if skipped[0] != skipped[1]:
+        return (
+            f"ranks are out of step: since the last synchronised backward, rank {rank} skipped the backward of "
+            f"{skipped[0]} training forward(s) and rank {peer} that of {skipped[1]}, so gradients of different steps "
+            "would be averaged. To leave out a batch on one rank, run backward on its loss times 0; run an extra "
+            "forward with model.eval(), under torch.no_grad() or on model.module, and use model.join() for uneven "
+            "inputs."
         )
     fresh, again = (rank, peer) if mine & 1 else (peer, rank)
     return (
