@@ -4,6 +4,7 @@
     python -m ddpx cost --ranks 8 --bytes 25MiB --alpha 10us --bandwidth 50GB/s    one line per algorithm
     python -m ddpx whatif --ranks 8 --bytes 25MiB --slow-rank 3:5                  who suffers from a slow rank
     python -m ddpx bench --nproc 2                               measured on real processes, in turns with torch
+    python -m ddpx bench --nproc 2 --gate                        each promised speed beside its bound
     python -m ddpx trace PATH...                                 where the time of each training step went
 
 Each takes --help. Exit code: 0 done; 1 a check or a gate failed; 2 an argument is no good.
