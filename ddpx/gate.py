@@ -61,7 +61,7 @@ class Script:
 SCRIPTS = (
     Script("wrapper_cost", "the wrapper's own cost", ("--seconds", "10"), ranks=2),
     Script("configurations", "training steps", ("--seconds", "6", "--rounds", "20"), ranks=2),
-    Script("memory", "peak memory"),
+    Script("memory", "peak memory", ("--models", "gpt:small", "--turns", "1")),
     Script("slow_network", "networks of 1 and 4 Gbit/s, and hosts of two ranks", ("--seconds", "10")),
     Script("mpi", "Open MPI and MPICH", ("--turns", "2")),
 )
