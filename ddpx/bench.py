@@ -3,7 +3,8 @@
     python -m ddpx bench --nproc 2                      start two ranks here; all sizes, a few minutes
     torchrun --nproc-per-node 2 -m ddpx bench           or join the ranks that torchrun starts
     python -m ddpx bench --nproc 4 --sizes 64KiB,25MiB --algorithms ring,direct --transports shared_memory
-    python -m ddpx bench --nproc 2 --gate               only what is promised; exit 1 unless the promises hold
+    python -m ddpx bench --nproc 2 --gate               all that is promised, with the scripts in profiles/: ten
+                                                        minutes; exit 1 unless the promises hold (networks: root)
 
 A time is that of the slowest rank, for a buffer in the transport's memory, as training's buckets are; torch's
 all_reduce works in place on an ordinary tensor. Every contender runs one block of repetitions a round, and rounds
