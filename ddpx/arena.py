@@ -51,7 +51,6 @@ class Bucket:
     slots: tuple[Slot, ...]
     plan: Plan
     algorithm: str
-    lane: int = 0  # of the communicator
     missing: int = 0
     pending: Pending | None = None
     ready_s: float = 0.0
@@ -102,9 +101,8 @@ def bind(
     for index, planned in enumerate(layout.buckets):
         flat = arenas[planned.arena][planned.begin : planned.end]
         members = tuple(slots[item] for item in planned.items)
-        lane = index % communicator.lanes
-        plan = communicator.plan_all_reduce(flat, lane=lane)
-        buckets.append(Bucket(index, flat, members, plan, communicator.choose(flat.nbytes), lane))
+        plan = communicator.plan_all_reduce(flat)
+        buckets.append(Bucket(index, flat, members, plan, communicator.choose(flat.nbytes)))
     return buckets, arenas
 
 

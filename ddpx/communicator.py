@@ -1,9 +1,9 @@
 """Collectives as calls on a group: which algorithm, over which transport, on which stream.
 
-A `Communicator` owns one transport and a communication stream, or several in *lanes* where plans mostly wait. Plans are
-compiled once and run many times; all ranks compile and run the same ones in the same order. Two ways lead in: plans on
-buffers that live in the transport's memory, as the reducer's buckets do, and the six collectives of torch.distributed
-on tensors that live anywhere. Use one communicator for one of them: they number their steps differently.
+A `Communicator` owns one transport and one communication stream. Plans are compiled once and run many times; all ranks
+compile and run the same ones in the same order. Two ways lead in: plans on buffers that live in the transport's memory,
+as the reducer's buckets do, and the six collectives of torch.distributed on tensors that live anywhere. Use one
+communicator for one of them: they number their steps differently.
 """
 
 import os
@@ -26,16 +26,11 @@ from ddpx.schedule import Schedule
 from ddpx.stream import Pending, open_stream
 from ddpx.transport import Link, MappedTransport
 from ddpx.transport.hosts import Hosts
-from ddpx.transport.process_group import Lane, ProcessGroup
+from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import SharedMemory, host_id
 
 TRANSPORTS = ("auto", "shared_memory", "process_group", "hierarchical")
 CANCEL_S = 1.0
-# Plans of messages that run at a time. While one waits for a peer that the system has not woken yet, another one's
-# messages travel: beside a thread that computes without pause on each core, three all-reduces at a time took 97 ms, two
-# 125, one 148 (11 of 2 MiB at 4 Gbit/s), and gloo's own, two at a time, 94 ms. In a training step on two cores the
-# number made no difference that could be told from chance.
-LANES = 3
 
 # What "auto" takes a message transport for: gloo on the loopback device, fitted to `python -m ddpx bench` with 2, 3 and
 # 4 ranks on two cores, five algorithms from 1 KiB to 64 MiB together. One line for all is off by half (root mean
@@ -103,11 +98,8 @@ class Communicator:
         self.algorithm = algorithm
         self.link = link
         with announcing(self.group, "Communicator"):
+            self.stream = open_stream(self.device)
             self.transport = None if self.group.world_size == 1 else _open_transport(self.group, self.device, transport)
-            self._beside: list[Lane] = []
-            if isinstance(self.transport, ProcessGroup) and self.transport.pipelined and link is None:
-                self._beside = [self.transport.lane() for _ in range(LANES - 1)]
-            self._streams = [open_stream(self.device)]  # of lane 0; those of others when they are first used
         self._calls = Calls(self, check or os.environ.get("DDPX_CHECK", "0") != "0")
         self._arenas: dict[int, torch.Tensor] = {}  # where user's tensors may be reduced in place, by number
         self._arenas_made = 0
@@ -125,7 +117,7 @@ class Communicator:
         if isinstance(transport, Hosts):
             return transport.local.bytes_read + transport.between.bytes_received
         if isinstance(transport, ProcessGroup):
-            return transport.bytes_received + sum(lane.bytes_received for lane in self._beside)
+            return transport.bytes_received
         return 0 if transport is None else transport.bytes_read
 
     # ---- The six collectives -----------------------------------------------------------------------------------------
@@ -322,25 +314,19 @@ class Communicator:
         flat: torch.Tensor,  # (numel,), in memory from `empty`
         operation: str = "sum",
         places: Sequence[tuple[int, int]] | None = None,
-        lane: int = 0,
     ) -> Plan:
         """The plan of a schedule on `flat`; see `execute.compile_plan`."""
-        transport = self._beside[lane - 1] if lane else self.transport
+        transport = self.transport
         assert transport is not None
         if isinstance(transport, Hosts) and schedule.algorithm != "hierarchical":
             transport = transport.between
         return compile_plan(schedule, transport, flat, operation, self.link, places)
 
-    def plan_all_reduce(
-        self, flat: torch.Tensor, operation: str = "sum", algorithm: str | None = None, lane: int = 0
-    ) -> Plan:
-        """A plan that makes `flat`, in memory from `empty`, the sum over ranks; the same bits on all of them.
-
-        To be started on the same lane.
-        """
+    def plan_all_reduce(self, flat: torch.Tensor, operation: str = "sum", algorithm: str | None = None) -> Plan:
+        """A plan that makes `flat`, in memory from `empty`, the sum over ranks; the same bits on all of them."""
         if self.transport is None:
             return NothingToDo()
-        return self.compile(self.schedule("all_reduce", flat.nbytes, algorithm), flat, operation, lane=lane)
+        return self.compile(self.schedule("all_reduce", flat.nbytes, algorithm), flat, operation)
 
     def plan_broadcast(self, flat: torch.Tensor, root: int = 0) -> Plan:
         """A plan that makes `flat`, in memory from `empty`, bitwise the root's."""
@@ -350,19 +336,9 @@ class Communicator:
 
     # ---- The stream, and failures ------------------------------------------------------------------------------------
 
-    @property
-    def lanes(self) -> int:
-        """How many plans may run at a time: several where they mostly wait for messages, else one."""
-        return 1 + len(self._beside)
-
-    def start(self, run: Callable[[], None], lane: int = 0) -> Pending:
-        """Run a plan on a communication stream, after what the caller has computed so far.
-
-        Plans of one lane run in the order they are started in, which has to be the same on every rank.
-        """
-        while len(self._streams) <= lane:
-            self._streams.append(open_stream(self.device))
-        return self._streams[lane].submit(run)
+    def start(self, run: Callable[[], None]) -> Pending:
+        """Run a plan on the communication stream, after what the caller has computed so far."""
+        return self.stream.submit(run)
 
     def wait(self, pending: Pending) -> None:
         """Order the caller after `pending`; raise what went wrong there, or what a peer announced meanwhile."""
@@ -388,9 +364,8 @@ class Communicator:
         self.group.enter(f"after epoch {self._epoch}", None)
         # The thread is at work, which ends, or in a wait, which has been ended. It has to be out of there before the
         # next epoch: what it does then, on buffers and clock, would be taken for that epoch's.
-        for stream in self._streams:
-            while not stream.cancel(CANCEL_S):
-                self.transport.disconnect()
+        while not self.stream.cancel(CANCEL_S):
+            self.transport.disconnect()
         self._shut()
 
     def enter(self, number: int, header: int) -> None:
@@ -420,12 +395,10 @@ class Communicator:
         return self.transport.absent() if isinstance(self.transport, SharedMemory) else []
 
     def close(self) -> None:
-        still = [stream for stream in self._streams if not stream.close()]
-        if still and self.transport is not None:
+        if not self.stream.close() and self.transport is not None:
             # A thread that waits in gloo when the interpreter goes would take the process down with it.
             self.transport.disconnect()
-            for stream in still:
-                stream.close()
+            self.stream.close()
         self._calls.close()
         self._arenas = {}
         if self.transport is not None:

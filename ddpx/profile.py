@@ -108,7 +108,7 @@ class _AnnotatedCommunicator(Communicator):
         self.__dict__ = plain.__dict__
         self._bucket_of: dict[int, int] = {}
 
-    def start(self, run: Callable[[], None], lane: int = 0) -> Pending:
+    def start(self, run: Callable[[], None]) -> Pending:
         name = _name(self.collective, self.device)
 
         def named() -> None:
@@ -118,9 +118,9 @@ class _AnnotatedCommunicator(Communicator):
         plan = getattr(run, "__self__", None)
         if not isinstance(plan, _AnnotatedPlan):
             with record_function("ddpx:launch"):
-                return super().start(named, lane)
+                return super().start(named)
         with _annotation("ddpx:launch", plan.index):
-            pending = super().start(run, lane)
+            pending = super().start(run)
         self._bucket_of[id(pending)] = plan.index
         return pending
 

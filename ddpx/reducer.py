@@ -455,7 +455,7 @@ class Reducer:
         if self._hook is not None:
             bucket.pending = self._hook.launch(bucket, len(self.buckets))
         else:
-            bucket.pending = self.communicator.start(bucket.plan.run, bucket.lane)
+            bucket.pending = self.communicator.start(bucket.plan.run)
 
     # ---- The end of a round
 

@@ -357,33 +357,6 @@ def test_a_rank_stopped_while_it_delivers_makes_later_epochs_impossible(ranks) -
     assert "rank 1 has been writing a sum into the memory of rank 0" in words and "Start the job again" in words
 
 
-def lanes_in_opposite_order(rank: int, world_size: int, in_lanes: bool) -> tuple[list[float], int]:
-    """Each rank starts another one of two plans first, and waits for it before it starts the other."""
-    communicator = Communicator(Group(timeout_s=3), CPU, transport="process_group")
-    flats = [communicator.empty(numel, torch.float32) for numel in (10, 2000)]
-    lanes = (0, 1) if in_lanes else (0, 0)
-    plans = [communicator.plan_all_reduce(flat, lane=lane) for flat, lane in zip(flats, lanes, strict=True)]
-    communicator.begin(1, IN_BACKWARD)
-    for flat in flats:
-        flat.fill_(rank + 1.0)
-    order = (0, 1) if rank == 0 else (1, 0)
-    pending = [communicator.start(plans[which].run, lanes[which]) for which in order]
-    try:
-        for one in pending:
-            communicator.wait(one)
-    except Error:
-        communicator.fail("out of order")
-    communicator.group.gather("end", None)
-    communicator.close()
-    return [float(flat.sum()) for flat in flats], communicator.bytes_received
-
-
-def test_plans_of_different_lanes_do_not_wait_for_each_other(ranks) -> None:
-    for sums, received in ranks(2).run(lanes_in_opposite_order, True):
-        assert sums == [30.0, 6000.0]
-        assert received == 4 * (10 + 2000) + 16  # halves twice, or wholes once; and the header
-
-
 def headers_that_differ(rank: int, world_size: int, transport_name: str, headers: list[int]) -> str:
     communicator = Communicator(Group(timeout_s=10), CPU, transport=transport_name)
     flat = communicator.empty(10, torch.float32)

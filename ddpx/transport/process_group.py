@@ -7,7 +7,6 @@ the board and then closes its connections, and whoever loses one reads the board
 
 import contextlib
 import datetime
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -41,7 +40,6 @@ class ProcessGroup:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.last_peer = self.rank
-        self._lanes = 0
         self.tag = 0  # messages of different tags don't meet (over gloo), so that calls of different sizes can't either
         self.landings = Landings()
         self.scratch: torch.Tensor | None = None
@@ -49,7 +47,6 @@ class ProcessGroup:
         self._heard_of: int | None = None  # the epoch of the failure that `poll` last told of
         self._name = "messages"  # of the connections on the board
         self._header: torch.Tensor | None = None
-        self._first = threading.Lock()  # whoever has it compares headers, and the other lanes wait
         self._refused: Error | None = None  # why no message passes in this epoch
         self._connections: _Gloo | _Nccl | None = None
         self._connect()
@@ -85,39 +82,23 @@ class ProcessGroup:
         """Post messages and wait for all of them."""
         self.finish(self.start(sends, receives))
 
-    def lane(self) -> "Lane":
-        """A transport on the same connections, whose plans may run while ours do. All ranks make them alike."""
-        self._lanes += 1
-        return Lane(self, self._lanes)
-
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Posted]:
-        return self.start_tagged(sends, receives, self.tag)
-
-    def start_tagged(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Posted]:
         if self._header is not None:
-            with self._first:
-                if self._header is not None:
-                    self._compare_headers(self._header)
-        return self._post(sends, receives, tag)
-
-    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Posted]:
+            header, self._header = self._header, None
+            self._compare_headers(header)
         if not sends and not receives:
             return []
         connections = self._open()
         posted = []
         peer = (receives or sends)[0][0]
         try:
-            for peer, post, sent, received in connections.posts(sends, receives, tag):
+            for peer, post, sent, received in connections.posts(sends, receives, self.tag):
                 posted.append(Posted(peer, post(), sent, received))
         except RuntimeError as error:
             self._refuse(error, peer)
         return posted
 
     def finish(self, messages: Iterable[Posted]) -> None:
-        self.finish_for(self, messages)
-
-    def finish_for(self, lane: "ProcessGroup | Lane", messages: Iterable[Posted]) -> None:
-        """Finish messages and count them as those of `lane`."""
         connections = self._connections
         longest_s, peer = 0.0, self.rank
         try:
@@ -127,9 +108,9 @@ class ProcessGroup:
                 message.ending.wait()
                 waited_s = time.perf_counter() - before
                 if waited_s > longest_s:
-                    longest_s, lane.last_peer = waited_s, peer
-                lane.bytes_sent += message.sent
-                lane.bytes_received += message.received
+                    longest_s, self.last_peer = waited_s, peer
+                self.bytes_sent += message.sent
+                self.bytes_received += message.received
         except RuntimeError as error:
             self._refuse(error, peer)
         if connections is not self._connections:
@@ -188,14 +169,12 @@ class ProcessGroup:
     def _compare_headers(self, mine: torch.Tensor) -> None:
         theirs = torch.empty_like(mine)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
-        self.finish(self._post([(after, mine)], [(before, theirs)], self.tag))
+        self.exchange([(after, mine)], [(before, theirs)])
         if not torch.equal(mine, theirs):
             message = header_mismatch(self.group, int(mine[1]), before, int(theirs[1]))
             if mine[0] != theirs[0]:  # they will never meet again
                 self.group.announce(message)
-            self._refused = Mismatch(message)  # for the other lanes, too
-            raise self._refused
-        self._header = None
+            raise Mismatch(message)
 
     def fail(self, message: str) -> None:
         """Tell everybody that this rank failed in its present epoch, and why."""
@@ -228,31 +207,6 @@ class ProcessGroup:
     def close(self) -> None:
         self.disconnect()
         self.group.close()
-
-
-class Lane:
-    """A message transport beside another one, on its connections: messages carry a tag of their own."""
-
-    def __init__(self, beside: ProcessGroup, tag: int) -> None:
-        self._beside, self._tag = beside, tag
-        self.rank, self.world_size, self.pipelined = beside.rank, beside.world_size, beside.pipelined
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.last_peer = self.rank
-        self.landings = Landings()
-        self.scratch: torch.Tensor | None = None
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._beside.empty(numel, dtype, device)
-
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Posted]:
-        return self._beside.start_tagged(sends, receives, self._tag)
-
-    def finish(self, messages: Iterable[Posted]) -> None:
-        self._beside.finish_for(self, messages)
-
-    def close(self) -> None:
-        """Nothing: the connections are another's."""
 
 
 class _Gloo:
