@@ -12,7 +12,7 @@ setup(
         Extension(
             "ddpx._native",
             ["ddpx/_native.c"],
-            define_macros=[("DDPX_SOURCE", f"{zlib.crc32(SOURCE.read_bytes())}u")],  # see ddpx/native.py
+            define_macros=[("DDPX_SOURCE", f"{zlib.crc32(SOURCE.read_bytes())}u")],  # see ddpx/compiled.py
             extra_compile_args=["-O3", "-ffp-contract=off", "-std=gnu11"],
             optional=True,  # without a compiler, plans run through torch calls instead
         )

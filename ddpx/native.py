@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ddpx.library import LIBRARY
+from ddpx.compiled import LIBRARY
 from ddpx.operations import Claim, Combine, Copy, Hold, Operation, Publish, Release, Wait
 from ddpx.transport import MappedTransport
 from ddpx.transport.shared_memory import HEADERS, SLICE_S, SharedMemory

@@ -15,10 +15,10 @@ from processes import Outcome, attempt, run
 
 from ddpx.algorithms import build
 from ddpx.communicator import Communicator
+from ddpx.compiled import LIBRARY
 from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
 from ddpx.execute import bind_mapped, compile_plan
 from ddpx.group import Group
-from ddpx.library import LIBRARY
 from ddpx.operations import Claim, Combine, Hold, Operation
 from ddpx.program import READY
 from ddpx.transport import IN_BACKWARD, IN_FORWARD, Landings, Link, MappedTransport

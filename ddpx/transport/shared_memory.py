@@ -35,9 +35,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ddpx.compiled import LIBRARY
 from ddpx.errors import DeadlineExceeded, Error, Mismatch, PeerFailed, PeerLost
 from ddpx.group import Group
-from ddpx.library import LIBRARY
 from ddpx.processes import this_host
 from ddpx.transport import header_mismatch
 
