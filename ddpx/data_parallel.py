@@ -46,7 +46,7 @@ OF_PEERS = {
     *("_join_config", "_times", "logger"),
 }  # attributes that stay behind when a wrapper is copied
 OF_PROCESS = {"process_group", "device_mesh"}  # those that cannot leave the process
-IN_BACKWARD = "a backward"
+MEETING_IN_BACKWARD = "a backward"
 PRE_FORWARD, POST_FORWARD = "PRE_FORWARD", "POST_FORWARD"
 
 
@@ -255,7 +255,7 @@ class DDPX(nn.Module, Joinable):
         cut = group.gather("bucket sizes", cut)[0]  # buckets are cut alike on all ranks: rank 0's
         options = replace(options, bucket_bytes=cut[0], first_bucket_bytes=cut[1], bucket_bytes_list=cut[2])
         communicator = Communicator(group, self.device, terms.algorithm, terms.transport, terms.link)
-        if terms.init_sync and place != IN_BACKWARD:
+        if terms.init_sync and place != MEETING_IN_BACKWARD:
             broadcast(communicator, self.shared_tensors(buffers=terms.share_buffers))
         if self._precision is not None and self._precision.buffer_dtype is not None:
             _cast_buffers(self.modules_buffers, self._precision.buffer_dtype)
@@ -286,7 +286,7 @@ class DDPX(nn.Module, Joinable):
         if self._reducer is None:
             if not reached_of(self._trained()):
                 return
-            self._meet(IN_BACKWARD)
+            self._meet(MEETING_IN_BACKWARD)
         self.reducer.on_output_gradient()
 
     # ---- A step

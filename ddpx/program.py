@@ -86,6 +86,7 @@ def mapped_programs(schedule: Schedule, deliver: bool = False) -> tuple[MappedPr
     return tuple(_publish_what_is_awaited(draft, awaited[rank]) for rank, draft in enumerate(drafts))
 
 
+@lru_cache(maxsize=64)
 def deliveries(schedule: Schedule) -> dict[Move, tuple[int, ...]]:
     """The sums of a schedule whose every copy hands a sum on to one of its sources: move -> the ranks it goes to.
 

@@ -42,6 +42,15 @@ class Outcome:
     exitcode: int | None = None
 
 
+def everywhere(value: Any) -> list[Any]:
+    """On a rank: what each rank passed, in rank order."""
+    import torch.distributed as dist
+
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 class RanksFailed(AssertionError):
     """Some ranks failed; the text has all of them."""
 

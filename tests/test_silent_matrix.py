@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import everywhere
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,12 +40,6 @@ def net(module: type[nn.Module] = Net) -> nn.Module:
 def data(rank: int, step: int = 0) -> Tensor:
     torch.manual_seed(1000 * step + rank + 1)
     return torch.randn(5, 4)
-
-
-def everywhere(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def equal_on_all(tensors: list[Tensor | None]) -> bool:
