@@ -25,11 +25,19 @@ from ddpx.group import Group, announcing
 from ddpx.schedule import Schedule
 from ddpx.stream import Pending, open_stream
 from ddpx.transport import Link, MappedTransport
+from ddpx.transport.connected import Connected
 from ddpx.transport.hosts import Hosts
 from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import SharedMemory, host_id
+from ddpx.transport.sockets import Sockets, open_messages
 
-TRANSPORTS = ("auto", "shared_memory", "process_group", "hierarchical")
+TRANSPORTS = ("auto", "shared_memory", "sockets", "process_group", "hierarchical")
+NAMES = {
+    SharedMemory: "shared_memory",
+    Sockets: "sockets",
+    ProcessGroup: "process_group",
+    Hosts: "hierarchical",
+}
 CANCEL_S = 1.0
 
 # What "auto" takes a message transport for: gloo on the loopback device, fitted to `python -m ddpx bench` with 2, 3 and
@@ -107,8 +115,7 @@ class Communicator:
 
     @property
     def transport_name(self) -> str:
-        names = {SharedMemory: "shared_memory", ProcessGroup: "process_group", Hosts: "hierarchical"}
-        return "none" if self.transport is None else names[type(self.transport)]
+        return "none" if self.transport is None else NAMES[type(self.transport)]
 
     @property
     def bytes_received(self) -> int:
@@ -116,7 +123,7 @@ class Communicator:
         transport = self.transport
         if isinstance(transport, Hosts):
             return transport.local.bytes_read + transport.between.bytes_received
-        if isinstance(transport, ProcessGroup):
+        if isinstance(transport, Connected):
             return transport.bytes_received
         return 0 if transport is None else transport.bytes_read
 
@@ -374,7 +381,7 @@ class Communicator:
         if isinstance(transport, SharedMemory):
             transport.begin(number, header)
         elif transport is not None:
-            transport.tag = header & 0x7FFFFFFF
+            transport.mark(number, header)
 
     def announce(self, message: str) -> None:
         """Tell the group, for good, that this rank failed in a call. From the thread that ran it."""
@@ -405,13 +412,15 @@ class Communicator:
             self.transport.close()
 
 
-def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemory | ProcessGroup | Hosts:
+def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemory | Connected | Hosts:
     """By name; auto is shared memory where it joins all ranks, with messages between hosts where there are several.
 
     Same host is proved by mapping, not by LOCAL_WORLD_SIZE.
     """
-    if name in ("shared_memory", "hierarchical") and device.type != "cpu":
+    if name in ("shared_memory", "sockets", "hierarchical") and device.type != "cpu":
         raise ValueError(f"{name} joins CPU ranks; use transport='process_group' on CUDA")
+    if name == "sockets":
+        return Sockets(group)
     if name == "process_group" or device.type != "cpu":
         return ProcessGroup(group, device)
     hosts = group.gather("hosts", host_id())
@@ -419,13 +428,13 @@ def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemo
     if name == "hierarchical" or (name == "auto" and 1 < len(nodes) < group.world_size):
         return Hosts(group, nodes)
     if name == "auto" and len(nodes) > 1:
-        return ProcessGroup(group, device)
+        return open_messages(group)
     try:
         return SharedMemory(group)
     except Error:
         if name == "shared_memory":
             raise
-        return ProcessGroup(group, device)
+        return open_messages(group)
 
 
 @lru_cache(maxsize=64)

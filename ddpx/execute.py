@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 
 from ddpx import native
-from ddpx.messages import MessagePlan
+from ddpx.messages import MessagePlan, bind_rounds
+from ddpx.native_messages import compile_rounds
 from ddpx.operations import (
     HALVES,
     OPERATIONS,
@@ -88,7 +89,8 @@ def compile_plan(
         )
         return plan
     hold_s = None if link is None else _hold_s(link, schedule, transport.rank, bounds, flat.element_size())
-    return MessagePlan(schedule, transport, flat, operation, hold_s, bounds)
+    rounds = bind_rounds(schedule, transport, flat, operation, hold_s, bounds)
+    return (compile_rounds(transport, rounds) if compiled else None) or MessagePlan(transport, rounds)
 
 
 def _scratch(transport: MessageTransport | MappedTransport | Hosts, flat: torch.Tensor) -> torch.Tensor:

@@ -12,33 +12,24 @@ peer must have posted the receive. So of all waiting ranks, the one that has com
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ddpx.operations import action, compute
+from ddpx.operations import Combine, Copy, action, compute
 from ddpx.program import MessageStep, message_program
 from ddpx.schedule import Move, Schedule
 from ddpx.transport import Message, MessageTransport, Posted
 
-# A segment costs a message, about 0.1 ms of wake-ups on two cores, and gains what overlaps: two to four ranks over
-# loopback lose with segments below 1 MiB, and with more than four of them gain nothing.
-SEGMENT_BYTES = 1 << 20
-SEGMENTS = 4
 AHEAD = 3  # rounds
 ASIDE_BYTES = 64 << 10  # so small a message may as well land aside and be copied: nothing delays its receive then
 
 _Cell = tuple[int, int]  # (chunk, segment)
 
 
-def segments_of(nbytes: int) -> int:
-    """Into how many segments a chunk is cut. By its own size alone, which sender and receiver both know."""
-    return max(1, min(SEGMENTS, nbytes // SEGMENT_BYTES))
-
-
 @dataclass(slots=True)
-class _Round:
+class Round:
     """What a rank does about one segment of one step. Messages are numbered by plan."""
 
     settled: list[int] = field(default_factory=list)  # sends to end before the receives are posted
@@ -47,32 +38,37 @@ class _Round:
     posted: list[int] = field(default_factory=list)  # the numbers of those receives, then of those sends
     awaited: list[int] = field(default_factory=list)  # receives and sends to end before the actions
     hold_s: float = 0.0
-    actions: list[Callable[[], object]] = field(default_factory=list)
+    actions: list[Copy | Combine] = field(default_factory=list)
+
+
+def bind_rounds(
+    schedule: Schedule,
+    transport: MessageTransport,
+    flat: torch.Tensor,
+    operation: str,
+    hold_s: dict[int, float] | None,  # by step: how long an emulated link holds this rank back; None: there is none
+    bounds: Sequence[tuple[int, int]],  # [begin, end) of each chunk in `flat`
+) -> list[Round]:
+    """What this rank does, in order."""
+    whole = hold_s is not None or not transport.pipelined
+    return _Binding(schedule, transport, flat, operation, hold_s or {}, bounds, whole).rounds
 
 
 class MessagePlan:
-    """Runs its rounds one after the other. `hold_s`, by step: how long an emulated link holds this rank back."""
+    """Runs its rounds one after the other, call by call."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        transport: MessageTransport,
-        flat: torch.Tensor,
-        operation: str,
-        hold_s: dict[int, float] | None,
-        bounds: Sequence[tuple[int, int]],
-    ) -> None:
+    def __init__(self, transport: MessageTransport, rounds: list[Round]) -> None:
         self._transport = transport
         self.peer_wait_s = 0.0
         self.last_peer = transport.rank
-        whole = hold_s is not None or not transport.pipelined
-        self.rounds = _Binding(schedule, transport, flat, operation, hold_s or {}, bounds, whole).rounds
+        self.rounds = rounds
+        self._calls = [[action(operation) for operation in step.actions] for step in rounds]
 
     def run(self) -> None:
         transport = self._transport
         under_way: dict[int, Posted] = {}
         self.peer_wait_s, longest_s, self.last_peer = 0.0, 0.0, transport.rank
-        for step in self.rounds:
+        for step, calls in zip(self.rounds, self._calls):
             before = time.perf_counter()
             if step.settled:
                 transport.finish([under_way.pop(number) for number in step.settled])
@@ -85,7 +81,7 @@ class MessagePlan:
             if step.hold_s:
                 time.sleep(max(0.0, step.hold_s - waited_s))
             self.peer_wait_s += time.perf_counter() - before
-            for call in step.actions:
+            for call in calls:
                 call()
 
 
@@ -118,7 +114,7 @@ class _Binding:
         self._ahead = 0 if whole else AHEAD
         # A move of several chunks is one message, whose segments would not be those of its chunks.
         self._cut = not whole and all(move.hi == move.lo + 1 for move in schedule.moves)
-        self.rounds: list[_Round] = []
+        self.rounds: list[Round] = []
         self._messages: list[tuple[int, Message, bool]] = []  # (round it is posted in, message, whether it is sent)
         self._ends: dict[int, tuple[int, bool]] = {}  # by number: round, whether after that round's posting
         self._written: dict[_Cell, int] = {}  # the last round that writes it
@@ -135,7 +131,7 @@ class _Binding:
         moves = [*step.moves, *(move for _, move in step.sends)]
         segments = {(move.lo, move.hi): self._segments(move) for move in moves}
         width = max(map(len, segments.values()))
-        self.rounds += [_Round() for _ in range(width)]
+        self.rounds += [Round() for _ in range(width)]
         self.rounds[first].hold_s = hold_s.get(moves[0].step, 0.0)
         before = {cell: tuple(sends) for cell, sends in self._sent.items()}
         for here in range(first, first + width):
@@ -155,7 +151,9 @@ class _Binding:
 
     def _segments(self, move: Move) -> list[_Segment]:
         begin, end = self._bounds[move.lo][0], self._bounds[move.hi - 1][1]
-        k = segments_of((end - begin) * self._flat.element_size()) if self._cut else 1
+        nbytes = (end - begin) * self._flat.element_size()  # alone decides: sender and receiver both know it
+        most, least_bytes = self._transport.segments, self._transport.segment_bytes
+        k = max(1, min(most, nbytes // least_bytes)) if self._cut else 1
         cuts = [begin + (end - begin) * g // k for g in range(k + 1)]
         chunks = range(move.lo, move.hi)
         return [_Segment(tuple((chunk, g) for chunk in chunks), cuts[g], cuts[g + 1]) for g in range(k)]
@@ -205,7 +203,7 @@ class _Binding:
             for cell in segment.cells:
                 for number, _ in self._sent.pop(cell, ()):
                     self._end(number, here, after_posting=True)
-            self.rounds[here].actions.append(action(compute(place, sources, self._operation)))
+            self.rounds[here].actions.append(compute(place, sources, self._operation))
         self._written.update(dict.fromkeys(segment.cells, here))
 
     def _post(self, peer: int, flat: torch.Tensor, ready: int, sent: bool) -> int:
@@ -219,7 +217,7 @@ class _Binding:
 
     def _close(self) -> None:
         """Put all messages into their rounds; what nobody needs to end earlier ends in a last one."""
-        self.rounds.append(_Round())
+        self.rounds.append(Round())
         order = sorted(range(len(self._messages)), key=lambda number: self._messages[number][2])  # receives first
         for number in order:
             at, message, sent = self._messages[number]

@@ -10,41 +10,20 @@ from collections.abc import Sequence
 
 import torch
 
-from ddpx.compiled import LIBRARY
+from ddpx.compiled import LIBRARY, Encoded, Kind, Outcome
 from ddpx.operations import Claim, Combine, Copy, Hold, Operation, Publish, Release, Wait
 from ddpx.transport import MappedTransport
 from ddpx.transport.shared_memory import HEADERS, SLICE_S, SharedMemory
 
-_WAIT, _PUBLISH, _HOLD, _CLAIM, _RELEASE, _COPY, _SUM_F32, _SUM_F64, _SUM_BF16, _SUM_F16 = range(10)
-_SUMS = {
-    torch.float32: _SUM_F32,
-    torch.float64: _SUM_F64,
-    torch.bfloat16: _SUM_BF16,
-    torch.float16: _SUM_F16,
+SUMS = {
+    torch.float32: Kind.SUM_F32,
+    torch.float64: Kind.SUM_F64,
+    torch.bfloat16: Kind.SUM_BF16,
+    torch.float16: Kind.SUM_F16,
 }
-
 
 # The last-level cache. What all ranks together write beyond it is not there any more when it is read.
 CACHE_BYTES = (LIBRARY.ddpx_cache_bytes() if LIBRARY is not None else 0) or 16 << 20
-
-
-class _Operation(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("source", ctypes.POINTER(ctypes.c_void_p)),
-        ("sources", ctypes.c_int64),
-        ("peer", ctypes.c_int64),
-        ("header", ctypes.c_void_p),
-        ("also", ctypes.POINTER(ctypes.c_void_p)),
-        ("alsos", ctypes.c_int64),
-        ("past_caches", ctypes.c_int64),
-    )
-
-
-class _Outcome(ctypes.Structure):
-    _fields_ = (("wait_ns", ctypes.c_int64), ("longest_ns", ctypes.c_int64), ("last_peer", ctypes.c_int64))
 
 
 def compile_operations(transport: MappedTransport, operations: Sequence[Operation], ticks: int) -> "NativePlan | None":
@@ -59,7 +38,33 @@ def knows(operation: str, dtype: torch.dtype) -> bool:
     """Whether the library is there and combines this type by this operation."""
     if LIBRARY is None or operation != "sum":
         return False
-    return dtype in _SUMS and (dtype != torch.float16 or bool(LIBRARY.ddpx_has_f16()))
+    return dtype in SUMS and (dtype != torch.float16 or bool(LIBRARY.ddpx_has_f16()))
+
+
+class Encoder:
+    """Writes operations as the library reads them, and keeps what they point at."""
+
+    def __init__(self) -> None:
+        self._keep: list[object] = []
+
+    def compute(self, operation: Copy | Combine) -> Encoded:
+        self._keep.append(operation)
+        match operation:
+            case Copy(out, source):
+                return Encoded(Kind.COPY, out.nbytes, out.data_ptr(), self._pointers([source]), 1)
+            case Combine(out, sources, _, also, past_caches):
+                written = Encoded(SUMS[out.dtype], out.numel(), out.data_ptr(), self._pointers(sources))
+                written.sources, written.past_caches = len(sources), past_caches
+                written.also, written.alsos = self._pointers(also), len(also)
+                return written
+
+    def addresses(self, addresses: Sequence[int]) -> "ctypes._Pointer[ctypes.c_void_p]":
+        array = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._keep.append(array)
+        return ctypes.cast(array, ctypes.POINTER(ctypes.c_void_p))
+
+    def _pointers(self, tensors: Sequence[torch.Tensor]) -> "ctypes._Pointer[ctypes.c_void_p]":
+        return self.addresses([tensor.data_ptr() for tensor in tensors])
 
 
 class NativePlan:
@@ -73,44 +78,34 @@ class NativePlan:
         self._ticks = ticks
         self.bytes_read = 0  # from peers, in a run
         self._operations = list(operations)
-        self._keep: list[object] = []
-        self._array = (_Operation * len(operations))(*map(self._encode, operations))
+        self._encoder = Encoder()
+        self._array = (Encoded * len(operations))(*map(self._encode, operations))
         self._count = len(operations)
-        self._outcome = _Outcome()
+        self._outcome = Outcome()
 
-    def _encode(self, operation: Operation) -> _Operation:
+    def _encode(self, operation: Operation) -> Encoded:
         transport = self._transport
         mine = transport.addresses(transport.rank)
         peers = [transport.addresses(rank) for rank in range(transport.world_size) if rank != transport.rank]
         match operation:
             case Wait(peer, tick):
                 theirs = transport.addresses(peer)
-                return _Operation(_WAIT, tick, theirs.clock, self._addresses([mine.sleep]), 1, peer, theirs.headers)
-            case Publish(tick):
-                sleeping = self._addresses([words.sleep for words in peers])
-                return _Operation(_PUBLISH, tick, mine.clock, sleeping, len(peers))
-            case Claim():
-                return _Operation(_CLAIM, 0, mine.writing, self._addresses([words.shut for words in peers]), len(peers))
-            case Release():
-                return _Operation(_RELEASE, 0, mine.writing)
-            case Hold(seconds):
-                return _Operation(_HOLD, int(seconds * 1e9))
-            case Copy(out, source):
-                return _Operation(_COPY, out.nbytes, out.data_ptr(), self._pointers([source]), 1)
-            case Combine(out, sources, _, also, past_caches):
-                encoded = _Operation(
-                    _SUMS[out.dtype], out.numel(), out.data_ptr(), self._pointers(sources), len(sources)
+                return Encoded(
+                    Kind.WAIT, tick, theirs.clock, self._encoder.addresses([mine.sleep]), 1, peer, theirs.headers
                 )
-                encoded.also, encoded.alsos, encoded.past_caches = self._pointers(also), len(also), past_caches
-                return encoded
-
-    def _pointers(self, tensors: Sequence[torch.Tensor]) -> "ctypes._Pointer[ctypes.c_void_p]":
-        return self._addresses([tensor.data_ptr() for tensor in tensors])
-
-    def _addresses(self, addresses: Sequence[int]) -> "ctypes._Pointer[ctypes.c_void_p]":
-        array = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._keep.append(array)
-        return ctypes.cast(array, ctypes.POINTER(ctypes.c_void_p))
+            case Publish(tick):
+                sleeping = self._encoder.addresses([words.sleep for words in peers])
+                return Encoded(Kind.PUBLISH, tick, mine.clock, sleeping, len(peers))
+            case Claim():
+                return Encoded(
+                    Kind.CLAIM, 0, mine.writing, self._encoder.addresses([words.shut for words in peers]), len(peers)
+                )
+            case Release():
+                return Encoded(Kind.RELEASE, 0, mine.writing)
+            case Hold(seconds):
+                return Encoded(Kind.HOLD, int(seconds * 1e9))
+            case Copy() | Combine():
+                return self._encoder.compute(operation)
 
     @property
     def peer_wait_s(self) -> float:

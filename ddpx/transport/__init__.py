@@ -89,6 +89,8 @@ class MessageTransport(Protocol):
     bytes_received: int
     last_peer: int  # whom the longest wait of the last `finish` was for
     pipelined: bool  # whether messages can be posted one by one; if not, those of a step together
+    segment_bytes: int  # a chunk is cut into pieces no smaller than this
+    segments: int  # and into no more than these
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised flat tensor, (numel,), on `device`."""

@@ -7,8 +7,8 @@ between hosts in steps of their own (`algorithms.hierarchical`) falls into phase
 import torch
 
 from ddpx.group import Group
-from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import SharedMemory
+from ddpx.transport.sockets import open_messages
 
 
 class Hosts:
@@ -21,7 +21,7 @@ class Hosts:
         self.scratch: torch.Tensor | None = None
         mine = next(number for number, node in enumerate(nodes) if group.rank in node)
         self.local = SharedMemory(group.subgroup(nodes[mine], f"host/{mine}"))
-        self.between = ProcessGroup(group, torch.device("cpu"))
+        self.between = open_messages(group)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.local.empty(numel, dtype, device)
