@@ -223,11 +223,12 @@ class Crossing:
 def fit_rows(rows: Sequence[Row], n: int, machine: Machine) -> dict[str, Fit]:
     """One alpha and one beta for each transport, over all its algorithms and sizes; fills in `predicted_s`."""
     fits = {}
-    like = Fabric(0.0, 0.0, machine.add_s_per_byte, concurrent=True)
     for transport in dict.fromkeys(row.transport for row in rows if row.algorithm):
         ours = [row for row in rows if row.transport == transport and row.algorithm in ALGORITHM_NAMES]
         if len({row.nbytes for row in ours}) < 2 or n == 1:
             continue
+        crowd = n / len(os.sched_getaffinity(0)) if transport == "process_group" else 0.0
+        like = Fabric(0.0, 0.0, machine.add_s_per_byte, concurrent=True, ranks_per_core=crowd)
         found = fits[transport] = fit([Sample(row.algorithm, n, row.nbytes, row.median_s) for row in ours], like)
         for row in ours:
             row.predicted_s = predict("all_reduce", row.algorithm, n, row.nbytes, found.fabric).total_s
@@ -291,9 +292,10 @@ def report(rows: Sequence[Row], fits: dict[str, Fit], machine: Machine, n: int) 
     ]
     for transport, found in fits.items():
         fabric = found.fabric
+        of = "at each end of a message" if fabric.ranks_per_core else "a step"
         beta = bandwidth_text(1 / fabric.beta_s_per_byte) if fabric.beta_s_per_byte else "no limit"
         said.append(
-            f"{transport}: alpha {seconds_text(fabric.alpha_s)} a step, {beta}; the model is off by "
+            f"{transport}: alpha {seconds_text(fabric.alpha_s)} {of}, {beta}; the model is off by "
             f"{found.rms:.0%} (root mean square), at worst {found.worst:+.0%}"
         )
         names = list(dict.fromkeys(row.algorithm for row in rows if row.transport == transport))

@@ -11,6 +11,16 @@ peer in one step is one message. Two ways lead to a time:
 On a fabric of one kind of link they agree, but for double_tree, where the formula takes the pipeline as full all the
 time and is up to a quarter too slow. Where some hops of a round stay in a node and others leave it, it prices all of
 them as leaving.
+
+Note: processors as the network. Where ranks send each other messages on one host, no wire is busy but its processors,
+and `predict` takes another sum (`timeline` doesn't know it; it plays ranks that have their own). A message costs alpha
+at each end, and it matters little which rank pays: n ranks on c processors are through with all their ends no sooner
+than after messages * 2 alpha / c, nor before the steps of the longest chain, alpha each. Bytes a rank passes one by
+one, in and out: beta for those of the busiest rank. Long chunks travel in segments, so a step begins while the last
+one is under way, and of the bytes of the chain only one segment of each step, a quarter, comes on top; all of them
+where messages are of several chunks, which are not cut (`ddpx.messages`). What is added costs gamma, for the mean
+rank's, longer where ranks wait for a processor. So on few processors tree, which sends the fewest messages, is the best
+for small buffers, and ring, which has no busiest rank, for large ones.
 """
 
 from __future__ import annotations
@@ -26,6 +36,7 @@ from ddpx.schedule import Schedule, chunk_bounds
 # Numbers of segments that `choose` tries for pipelined algorithms.
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PIPELINED = ("double_tree", "chain")
+SEGMENTS_ON_THE_WAY = 4  # in which ddpx.messages lets a long chunk travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,8 @@ class Fabric:
     """What links cost. With `local_size` > 1, consecutive ranks share a node, whose inner links have their own numbers.
 
     `nics`: network ports of a node, shared by its ranks (0: one for each rank). `concurrent`: the messages of one step
-    start together, so that a rank pays alpha once a step: one-sided reads.
+    start together, so that a rank pays alpha once a step: one-sided reads. `ranks_per_core`, if not 0: messages cost
+    processor time, and so many ranks share a processor; see Note: processors as the network.
     """
 
     alpha_s: float
@@ -44,6 +56,7 @@ class Fabric:
     local_beta_s_per_byte: float | None = None
     nics: int = 0
     concurrent: bool = False
+    ranks_per_core: float = 0.0
 
     def link(self, local: bool) -> tuple[float, float]:
         """(alpha, beta) inside a node or between nodes; inside is like between where not given."""
@@ -252,6 +265,8 @@ def predict(collective: str, algorithm: str, world_size: int, nbytes: float, fab
     if algorithm == "hierarchical" and "local_size" not in options and fabric.local_size > 1:
         options = {**options, "local_size": fabric.local_size}
     form = closed_form(collective, algorithm, world_size, nbytes, **options)
+    if fabric.ranks_per_core:
+        return _on_processors(form, world_size, fabric)
     latency, bandwidth, compute = 0.0, 0.0, 0.0
     for r in form.rounds:
         alpha, beta, share = _round_link(r, world_size, fabric)
@@ -260,6 +275,18 @@ def predict(collective: str, algorithm: str, world_size: int, nbytes: float, fab
         bandwidth += r.times * share * r.nbytes * beta
         compute += r.times * r.reduced * fabric.gamma_s_per_byte
     return Time(latency, bandwidth, compute)
+
+
+def _on_processors(form: Form, world_size: int, fabric: Fabric) -> Time:
+    """See Note: processors as the network."""
+    ends = 2 * form.posted / world_size * fabric.ranks_per_core
+    waiting = max(1.0, fabric.ranks_per_core)
+    alone = form.critical_bytes if form.whole else form.critical_bytes / SEGMENTS_ON_THE_WAY
+    return Time(
+        fabric.alpha_s * max(form.steps, ends),
+        fabric.beta_s_per_byte * (form.busiest + alone),
+        fabric.gamma_s_per_byte * form.added / world_size * waiting,
+    )
 
 
 def _round_link(r: Round, world_size: int, fabric: Fabric) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ from ddpx.data_parallel import DDPX
 from ddpx.execute import Plan
 from ddpx.stream import Pending
 from ddpx.trace.analyse import busy
-from ddpx.trace.collect import collect
+from ddpx.trace.collect import OWN_THREAD, collect
 from ddpx.trace.intervals import intersect, subtract
 
 ACTIVE_STEPS = 3
@@ -219,7 +219,7 @@ def label_buckets(trace: dict[str, Any], rank: int) -> None:
     # Each list comes to stand in launch order: buckets launch, run and are awaited in index order, all in every step.
     launches, collectives, waits = (sorted(events, key=lambda event: event["ts"]) for events in found.values())
     known = {event["tid"] for event in collectives} - {main}
-    names = {main: ("ddpx compute", COMPUTE_ROW), **dict.fromkeys(known, ("ddpx comm", COMM_ROW))}
+    names = {main: (OWN_THREAD, COMPUTE_ROW), **dict.fromkeys(known, ("ddpx comm", COMM_ROW))}
     replaced = {"process_name", "process_sort_index", "process_labels"}
     trace["traceEvents"] = events = [
         event

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -72,18 +73,20 @@ def test_it_joins_the_ranks_that_torchrun_started(tmp_path: Path, monkeypatch, c
     assert code == (1 if "MISSED" in out else 0)
 
 
-def test_the_fit_finds_the_fabric_that_made_the_numbers_and_predicts_them():
-    fabric = Fabric(50e-6, 1 / 2e9, MACHINE.add_s_per_byte, concurrent=True)
+@pytest.mark.parametrize("transport", bench.TRANSPORT_NAMES)
+def test_the_fit_finds_the_fabric_that_made_the_numbers_and_predicts_them(transport):
+    crowd = 4 / len(os.sched_getaffinity(0)) if transport == "process_group" else 0.0
+    fabric = Fabric(50e-6, 1 / 2e9, MACHINE.add_s_per_byte, concurrent=True, ranks_per_core=crowd)
     names, sizes = ("ring", "tree", "direct", "doubling"), (1 << 10, 1 << 16, 1 << 22)
     rows = [
-        row(f"process_group {name}", size, predict("all_reduce", name, 4, size, fabric).total_s)
+        row(f"{transport} {name}", size, predict("all_reduce", name, 4, size, fabric).total_s)
         for size in sizes
         for name in names
     ]
-    found = bench.fit_rows(rows, 4, MACHINE)["process_group"]
+    found = bench.fit_rows(rows, 4, MACHINE)[transport]
     assert found.fabric.alpha_s == pytest.approx(50e-6) and found.fabric.beta_s_per_byte == pytest.approx(1 / 2e9)
     assert all(r.predicted_s == pytest.approx(r.median_s) for r in rows)
-    (crossing,) = bench.predicted_crossings({"process_group": found}, "process_group", ("ring", "tree"), 4)
+    (crossing,) = bench.predicted_crossings({transport: found}, transport, ("ring", "tree"), 4)
     assert (crossing.before, crossing.after) == ("tree", "ring")
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, product
 
 import pytest
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from ddpx import Communicator, DeadlineExceeded, Error, Link, Mismatch
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.collectives import MAX_PLANS
-from ddpx.cost import closed_form, count
+from ddpx.communicator import CHOICES, MESSAGES, ranks_per_core
+from ddpx.cost import choose, closed_form, count
+from ddpx.units import parse_bytes
 
 TRANSPORTS = ("shared_memory", "process_group")
 SIZES = (0, 1, 7, 1000)
@@ -427,6 +430,28 @@ def test_memory_is_bounded_by_the_largest_call_and_a_number_of_plans(ranks):
 # ---- Choice ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "n, fastest",
+    [
+        (2, {"1KiB": "tree", "256KiB": "tree", "4MiB": "tree", "8MiB": "ring", "25MiB": "ring", "100MiB": "ring"}),
+        (3, {"1KiB": "tree", "256KiB": "tree", "1MiB": "tree", "4MiB": "ring", "25MiB": "ring", "100MiB": "ring"}),
+        (4, {"1KiB": "tree", "256KiB": "tree", "1MiB": "tree", "8MiB": "ring", "25MiB": "ring", "100MiB": "ring"}),
+    ],
+)
+def test_over_messages_auto_takes_what_was_measured_to_be_the_fastest_on_two_processors(n, fastest):
+    fabric = replace(MESSAGES, ranks_per_core=n / 2)
+    for size, algorithm in fastest.items():
+        assert choose(n, parse_bytes(size), fabric, "all_reduce", CHOICES["all_reduce"]).algorithm == algorithm
+
+
+def test_where_each_rank_has_processors_of_its_own_no_algorithm_is_chosen_for_its_few_messages():
+    fabric = replace(MESSAGES, ranks_per_core=1 / 16)
+    names = [
+        choose(8, nbytes, fabric, "all_reduce", CHOICES["all_reduce"]).algorithm for nbytes in (1 << 10, 100 << 20)
+    ]
+    assert names == ["direct", "direct"]
+
+
 def choices(rank: int, n: int, transport: str, link: Link | None) -> list[str]:
     communicator = Communicator(transport=transport, link=link)
     chosen = [communicator.choose(nbytes) for nbytes in (1 << 10, 100 << 20)]
@@ -436,9 +461,19 @@ def choices(rank: int, n: int, transport: str, link: Link | None) -> list[str]:
 
 def test_auto_is_direct_in_shared_memory_and_by_the_cost_model_elsewhere(ranks):
     assert ranks(4).run(choices, "shared_memory", None)[0] == ["direct", "direct"]
-    small, large = ranks(4).run(choices, "process_group", None)[0]
-    assert large in ("ring", "direct", "halving_doubling", "circulant")  # which send the least
-    assert small in ("doubling", "direct", "circulant", "halving_doubling")  # which take the fewest steps
+    fabric = replace(MESSAGES, ranks_per_core=4 / len(os.sched_getaffinity(0)))
+    predicted = [
+        choose(4, nbytes, fabric, algorithms=CHOICES["all_reduce"]).algorithm for nbytes in (1 << 10, 100 << 20)
+    ]
+    assert ranks(4).run(choices, "process_group", None) == [predicted] * 4
+
+
+def test_the_most_crowded_host_counts_and_every_rank_knows_it():
+    class Told:
+        def gather(self, topic, mine):
+            return [("one", 8), ("two", 4), ("two", 4), ("two", 4), ("one", 8)]
+
+    assert ranks_per_core(Told()) == 3 / 4
 
 
 # ---- Mistakes --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from ddpx import cost
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.algorithms.closed_form import FORMS, set_bits_below
 from ddpx.cost import (
@@ -44,7 +45,7 @@ def test_every_algorithm_has_a_closed_form():
 
 
 @pytest.mark.parametrize("collective, algorithm", EVERY)
-def test_counted_bytes_and_steps_equal_the_closed_form(collective, algorithm):
+def test_counted_bytes_messages_and_steps_equal_the_closed_form(collective, algorithm):
     for n in [*range(1, 14), 16, 24, 32]:
         options = {"local_size": 4} if algorithm == "hierarchical" else {}
         if options and n > 4 and n % 4:
@@ -57,6 +58,12 @@ def test_counted_bytes_and_steps_equal_the_closed_form(collective, algorithm):
         assert counted.busiest == pytest.approx(form.busiest, rel=1e-12)
         assert counted.total == pytest.approx(form.total, rel=1e-12)
         assert sum(counted.received) == counted.total
+        chunk = numel * 4 / schedule.chunks
+        added = sum((len(move.srcs) - 1) * (move.hi - move.lo) * chunk for move in schedule.moves)
+        assert added == pytest.approx(form.added, rel=1e-12)
+        assert form.whole == any(move.hi > move.lo + 1 for move in schedule.moves)
+        messages = sum(counted.messages)
+        assert messages <= form.posted if algorithm == "double_tree" else messages == form.posted
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_hierarchical_closed_form_for_other_algorithms_inside_and_between(inner,
         n, options = nodes * local_size, {"local_size": local_size, "inner": inner, "outer": outer}
         schedule, numel, _ = schedule_and_size("all_reduce", "hierarchical", n, **options)
         counted, form = count(schedule, numel), closed_form("all_reduce", "hierarchical", n, numel, **options)
-        assert (counted.steps, counted.total) == (form.steps, form.total)
+        assert (counted.steps, counted.total, sum(counted.messages)) == (form.steps, form.total, form.posted)
         assert max(counted.sent) == form.sent
 
 
@@ -260,6 +267,34 @@ def test_one_sided_reads_pay_alpha_once_a_step():
     form = closed_form("all_reduce", "direct", 8, size)
     assert predict("all_reduce", "direct", 8, size, fabric).total_s == pytest.approx(2e-5 + form.sent * 1e-9)
     assert max(timeline(schedule, numel, 1, fabric)) == pytest.approx(2e-5 + form.sent * 1e-9)
+
+
+def crowded(ranks_per_core, alpha=0.0, beta=0.0, gamma=0.0):
+    return Fabric(alpha, beta, gamma, ranks_per_core=ranks_per_core)
+
+
+def test_on_shared_processors_each_end_of_each_message_counts():
+    """Four ranks send 6, 8 and 24 messages; two processors pay for two ends of each."""
+    for algorithm, messages in (("tree", 6), ("doubling", 8), ("ring", 24), ("direct", 24)):
+        assert predict("all_reduce", algorithm, 4, 0, crowded(2, alpha=1)).total_s == 2 * messages / 2
+    for algorithm, steps in (("tree", 4), ("doubling", 2), ("ring", 6), ("direct", 2)):  # with processors in plenty
+        assert predict("all_reduce", algorithm, 4, 0, crowded(1 / 16, alpha=1)).total_s == steps
+
+
+def test_on_shared_processors_bytes_of_the_busiest_rank_count_and_a_segment_of_each_step():
+    # In and out: 3 buffers of four ranks' ring, in 6 steps of a quarter; 4 of a tree, in 4 steps of a whole one.
+    assert predict("all_reduce", "ring", 4, 1000, crowded(2, beta=1)).total_s == 3000 + 6 * 250 / 4
+    assert predict("all_reduce", "tree", 4, 1000, crowded(2, beta=1)).total_s == 4000 + 4 * 1000 / 4
+    # Circulant's messages are of several chunks, which aren't cut.
+    assert predict("all_reduce", "circulant", 4, 1000, crowded(2, beta=1)).total_s == 3000 + 1500
+    assert cost.SEGMENTS_ON_THE_WAY == pytest.importorskip("ddpx.messages").SEGMENTS
+
+
+def test_on_shared_processors_the_adds_of_all_ranks_count():
+    """A tree of two ranks adds one buffer, doubling two."""
+    for ranks_per_core, longer in ((2, 2), (1, 1), (0.5, 1)):  # a rank adds on one processor at a time
+        assert predict("all_reduce", "tree", 2, 1000, crowded(ranks_per_core, gamma=1)).total_s == 500 * longer
+        assert predict("all_reduce", "doubling", 2, 1000, crowded(ranks_per_core, gamma=1)).total_s == 1000 * longer
 
 
 NODES = Fabric(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_trace_analyse import SAMPLE, late
-from trace_files import note, op, step, write
+from trace_files import note, op, step, thread_name, write
 
 from ddpx.trace.cli import main
 from ddpx.trace.draw import COLOURS
@@ -133,6 +133,32 @@ def test_nothing_is_claimed_of_communication_that_the_trace_does_not_show(tmp_pa
     assert re.search(r"0 +0 +1.00 +n/a +n/a +n/a +n/a +n/a", out) and "longest stretches" not in out
 
 
+def test_mode_local_is_reported_beside_the_others_as_without_communication(run, tmp_path, capsys):
+    parent = tmp_path / "train"
+    shutil.move(run, parent / "overlapped")
+    (parent / "local").mkdir()
+    alone = [step(0, 0, 1000), op(0, 700), step(1, 1000, 2000), op(1000, 1700)]
+    own = [thread_name(100, "ddpx compute")]
+    for rank in (0, 1):
+        write(parent / "local" / f"host_{rank}.1.pt.trace.json.gz", own + alone, rank, 2)
+    assert main([str(parent), "--html", str(tmp_path / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert "A step takes 1.0 ms: 0.7 ms (70 %) computing, no communication, 0.3 ms (30 %) with nothing running." in out
+    assert re.search(r"exposed communication +0.00 +0.15", out) and "overlap n/a → 40.0 %" in out
+    assert main([str(parent), "--gate", "exposed_ms<=0.2"]) == 0
+    # A folder may be called local for other reasons: then communication is missing, as anywhere.
+    for rank in (0, 1):
+        write(parent / "local" / f"host_{rank}.1.pt.trace.json.gz", alone, rank, 2)
+    assert main([str(parent)]) == 1
+    assert "local: not reported: rank 0: no communication in its trace" in capsys.readouterr().err
+    # And what ddpx recorded in another mode should show some.
+    for rank in (0, 1):
+        write(parent / "local" / f"host_{rank}.1.pt.trace.json.gz", own + alone, rank, 2)
+    (parent / "local").rename(parent / "naive")
+    assert main([str(parent)]) == 1
+    assert "naive: not reported: rank 0: no communication in its trace" in capsys.readouterr().err
+
+
 def test_importing_the_package_needs_neither_torch_nor_numpy():
     code = (
         "import sys, types\n"
@@ -169,6 +195,22 @@ def test_the_page_stands_alone(run, tmp_path):
     text = path.read_text()
     assert not re.findall(r"""(?:src|href|url|import|fetch)\s*[=(]\s*["']?(?!#)\S+""", text)
     assert "http" not in text and "<svg" in text and "Rank 1 arrives last" in text
+
+
+def test_times_that_differ_have_words_that_differ(run, tmp_path):
+    """Of a step 0.15 ms are exposed, 0.10 of them waits for rank 1; threads are blocked for 0.30 ms more."""
+    for rank, file in enumerate(sorted(run.iterdir())):
+        blocked = [note(1000 * k + 600, 1000 * k + 900, "ddpx:wait") for k in range(5)]
+        write(file, late(200, rank) + blocked, rank, 2)
+    page = tmp_path / "page.html"
+    assert main([str(run), "--html", str(page)]) == 0
+    text = page.read_text()
+    headline = re.search(r"([\d.]+) ms \(17 %\) of exposed communication, waits for peers included", text)
+    bars = re.findall(r"<title>exposed communication, less waits for a peer: ([\d.]+) ms a step", text)
+    causes = re.search(r"communicating, or a thread blocked on it ([\d.]+) ms", text)
+    assert headline and causes and "waiting for communication" not in text
+    assert float(headline[1]) == pytest.approx(0.15, abs=0.051)
+    assert [*map(float, bars)] == [0.05, 0.05] and float(causes[1]) == 0.35
 
 
 def test_names_in_a_trace_cannot_break_out_of_the_page(tmp_path):

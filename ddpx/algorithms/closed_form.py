@@ -1,8 +1,8 @@
 """What each algorithm sends, as formulas: answers for 100,000 ranks without building a schedule.
 
-For n ranks and a buffer of S bytes, every formula states four things: the rounds that follow one another (whose sum is
-the time), the bytes of the rank that sends most, the bytes sent and received by the busiest rank, and all bytes
-together. `cost.count` reads the same numbers off a schedule, and tests hold the two against each
+For n ranks and a buffer of S bytes, every formula states five things: the rounds that follow one another (whose sum is
+the time), the bytes of the rank that sends most, the bytes sent and received by the busiest rank, and over all ranks
+their bytes and their messages. `cost.count` reads the same numbers off a schedule, and tests hold the two against each
 other. S / n is taken as a real number here, where a schedule has whole elements.
 """
 
@@ -39,6 +39,9 @@ class Form:
     sent: float  # bytes, by the rank that sends most
     busiest: float  # bytes sent and received by the rank that handles most
     total: float  # bytes, over all ranks
+    posted: int  # messages, over all ranks
+    added: float = 0.0  # bytes added up, over all ranks
+    whole: bool = False  # some move is of several chunks (in hierarchical: with a ring between nodes)
 
     @property
     def messages(self) -> int:
@@ -56,9 +59,9 @@ class Form:
         return sum(r.times * r.reduced for r in self.rounds)
 
 
-def _form(rounds: Iterable[Round], sent: float, busiest: float, total: float) -> Form:
+def _form(rounds: Iterable[Round], sent: float, busiest: float, total: float, posted: int, added: float = 0.0) -> Form:
     kept = tuple(r for r in rounds if r.times)
-    return Form(kept, sum(r.times for r in kept), sent, busiest, total)
+    return Form(kept, sum(r.times for r in kept), sent, busiest, total, posted, added)
 
 
 def _one_after_the_other(*forms: Form) -> Form:
@@ -69,12 +72,21 @@ def _one_after_the_other(*forms: Form) -> Form:
         sum(form.sent for form in forms),
         sum(form.busiest for form in forms),
         sum(form.total for form in forms),
+        sum(form.posted for form in forms),
+        sum(form.added for form in forms),
+        any(form.whole for form in forms),
     )
 
 
 def _adding(form: Form) -> Form:
     """The same rounds run backwards: what was copied is added."""
-    return replace(form, rounds=tuple(replace(r, reduced=r.nbytes) for r in form.rounds))
+    rounds = tuple(replace(r, reduced=r.nbytes) for r in form.rounds)
+    return replace(form, rounds=rounds, added=form.total)
+
+
+def _times(copies: int, form: Form) -> Form:
+    """As many at once, on ranks of their own."""
+    return replace(form, total=copies * form.total, posted=copies * form.posted, added=copies * form.added)
 
 
 def _levels(n: int) -> int:
@@ -96,18 +108,21 @@ def _with_bit(n: int, bit: int) -> int:
 
 def _ring_all_gather(n: int, s: float) -> Form:
     part = s * (n - 1) / n
-    return _form([Round(n - 1, 1, s / n)], part, 2 * part, s * (n - 1))
+    return _form([Round(n - 1, 1, s / n)], part, 2 * part, s * (n - 1), n * (n - 1))
 
 
 def _direct_all_gather(n: int, s: float) -> Form:
     part = s * (n - 1) / n
-    return _form([Round(int(n > 1), n - 1, part, all_cross=True)], part, 2 * part, s * (n - 1))
+    rounds = [Round(int(n > 1), n - 1, part, all_cross=True)]
+    return _form(rounds, part, 2 * part, s * (n - 1), n * (n - 1))
 
 
 def _circulant_all_gather(n: int, s: float) -> Form:
     part = s * (n - 1) / n
     hops = [1 << i for i in range(_levels(n))]
-    return _form([Round(1, 1, min(h, n - h) * s / n, all_cross=True) for h in hops], part, 2 * part, s * (n - 1))
+    rounds = [Round(1, 1, min(h, n - h) * s / n, all_cross=True) for h in hops]
+    form = _form(rounds, part, 2 * part, s * (n - 1), n * len(hops))
+    return replace(form, whole=n > 3)
 
 
 def _doubling_all_gather(n: int, s: float) -> Form:
@@ -125,7 +140,9 @@ def _doubling_all_gather(n: int, s: float) -> Form:
     sent = sum(blocks) + (s * (n - 1) / n if extra else 0)
     # At each doubling step rank 0 gets the neighbouring block, which is smaller where the doubled chunks end.
     got = [(hop + min(hop, max(0, extra - hop))) * s / n for hop in hops]
-    return _form(rounds, sent, sent + sum(got) + (s / n if extra else 0), s * (n - 1))
+    posted = core * len(hops) + 2 * extra
+    busiest = sent + sum(got) + (s / n if extra else 0)
+    return replace(_form(rounds, sent, busiest, s * (n - 1), posted), whole=n > 2)
 
 
 def _backwards(all_gather: Callable[[int, float], Form]) -> Callable[[int, float], Form]:
@@ -144,7 +161,7 @@ def _halving_reduce_scatter(n: int, s: float) -> Form:
 
 def _tree_broadcast(n: int, s: float) -> Form:
     k = _levels(n)
-    return _form([Round(1, 1, s, span=2 << i) for i in reversed(range(k))], k * s, k * s, (n - 1) * s)
+    return _form([Round(1, 1, s, span=2 << i) for i in reversed(range(k))], k * s, k * s, (n - 1) * s, n - 1)
 
 
 def _tree_reduce(n: int, s: float) -> Form:
@@ -153,7 +170,7 @@ def _tree_reduce(n: int, s: float) -> Form:
 
 def _direct_broadcast(n: int, s: float) -> Form:
     all_of_it = (n - 1) * s
-    return _form([Round(int(n > 1), n - 1, all_of_it)], all_of_it, all_of_it, all_of_it)
+    return _form([Round(int(n > 1), n - 1, all_of_it)], all_of_it, all_of_it, all_of_it, n - 1)
 
 
 def _direct_reduce(n: int, s: float) -> Form:
@@ -162,9 +179,9 @@ def _direct_reduce(n: int, s: float) -> Form:
 
 def _chain_broadcast(n: int, s: float, segments: int = 8) -> Form:
     if n == 1:
-        return _form([], 0, 0, 0)
+        return _form([], 0, 0, 0, 0)
     rounds = [Round(n - 2 + segments, 1, s / segments)]
-    return _form(rounds, s, 2 * s if n > 2 else s, (n - 1) * s)
+    return _form(rounds, s, 2 * s if n > 2 else s, (n - 1) * s, (n - 1) * segments)
 
 
 def _chain_reduce(n: int, s: float, segments: int = 8) -> Form:
@@ -174,10 +191,11 @@ def _chain_reduce(n: int, s: float, segments: int = 8) -> Form:
 def _double_tree_broadcast(n: int, s: float, segments: int = 4) -> Form:
     """At every step an inner rank of one tree feeds two children and gets a segment of each tree, at most."""
     if n == 1:
-        return _form([], 0, 0, 0)
+        return _form([], 0, 0, 0, 0)
     steps = (n - 1).bit_length() + segments - 1
     busiest = {2: s, 3: 1.5 * s}.get(n, 2 * s)
-    return _form([Round(steps, min(2, n - 1), s / segments)], s, busiest, (n - 1) * s)
+    posted = min(2, n - 1) * (n - 1) * segments
+    return _form([Round(steps, min(2, n - 1), s / segments)], s, busiest, (n - 1) * s, posted)
 
 
 def _double_tree_reduce(n: int, s: float, segments: int = 4) -> Form:
@@ -189,7 +207,8 @@ def _scatter_gather_broadcast(n: int, s: float) -> Form:
     hops = [1 << i for i in reversed(range(_levels(n)))]
     scatter = [Round(1, 1, min(hop, n - hop) * s / n, span=2 * hop) for hop in hops]
     total = set_bits_below(n) * s / n + (n - 1) * s
-    return _form([*scatter, Round(n - 1, 1, s / n)], 2 * part, 3 * part, total)
+    form = _form([*scatter, Round(n - 1, 1, s / n)], 2 * part, 3 * part, total, (n + 1) * (n - 1))
+    return replace(form, whole=n > 3)
 
 
 def _scatter_gather_reduce(n: int, s: float) -> Form:
@@ -198,7 +217,9 @@ def _scatter_gather_reduce(n: int, s: float) -> Form:
     gathered = max(n - half, half // 2) * s / n if n > 1 else 0  # by the rank with most ranks below it
     ring = [replace(r, reduced=r.nbytes) for r in forwards.rounds[-1:]]
     up = list(reversed(forwards.rounds[:-1]))
-    return _form([*ring, *up], s * (n - 1) / n + gathered, forwards.busiest, forwards.total)
+    sent = s * (n - 1) / n + gathered
+    rounds = (*ring, *up)
+    return replace(forwards, rounds=rounds, sent=sent, added=s * (n - 1))
 
 
 # ---- All-reduce ------------------------------------------------------------------------------------------------------
@@ -219,16 +240,18 @@ def _tree(n: int, s: float) -> Form:
 def _double_tree(n: int, s: float, segments: int = 4) -> Form:
     """Reduce and broadcast overlap in steps, but not on the links of an inner rank, which carries both.
 
-    Bytes are exact, the time is an upper bound: ranks have less to do while the pipeline fills and drains.
+    Bytes are exact, the time is an upper bound: ranks have less to do while the pipeline fills and drains. So is the
+    number of messages: two segments that go the same way at the same step are one.
     """
     if n == 1:
-        return _form([], 0, 0, 0)
+        return _form([], 0, 0, 0, 0)
     if n == 2:
-        return _form([Round(segments + 1, 1, s / segments, s / segments)], s, 2 * s, 2 * s)
+        return _form([Round(segments + 1, 1, s / segments, s / segments)], s, 2 * s, 2 * s, 2 * segments, added=s)
     height = (n - 1).bit_length()
     up = Round(height + segments - 1, 2, s / segments, s / segments)
     sent = {2: s, 3: 1.5 * s}.get(n, 2 * s)
-    return Form((up, replace(up, reduced=0.0)), 2 * height + segments - 1, sent, 2 * sent, 2 * (n - 1) * s)
+    steps, added, posted = 2 * height + segments - 1, (n - 1) * s, 4 * (n - 1) * segments
+    return Form((up, replace(up, reduced=0.0)), steps, sent, 2 * sent, 2 * added, posted, added)
 
 
 def _doubling(n: int, s: float) -> Form:
@@ -236,9 +259,11 @@ def _doubling(n: int, s: float) -> Form:
     bits = n.bit_length() - 1
     core, folds = 1 << bits, int(n > 1 << bits)
     swaps = [Round(1, 1, s, s, span=0 if folds else 2 << i, all_cross=True) for i in range(bits)]
-    total = core * bits * s + 2 * (n - core) * s
+    swapped, folded = core * bits, n - core
     sent = (bits + folds) * s
-    return _form([Round(folds, 1, s, s), *swaps, Round(folds, 1, s)], sent, 2 * sent, total)
+    rounds = [Round(folds, 1, s, s), *swaps, Round(folds, 1, s)]
+    posted = swapped + 2 * folded
+    return _form(rounds, sent, 2 * sent, posted * s, posted, added=(swapped + folded) * s)
 
 
 def _halving_doubling(n: int, s: float) -> Form:
@@ -251,7 +276,8 @@ def _halving_doubling(n: int, s: float) -> Form:
     swaps = tuple(replace(r, span=0 if folds else r.span) for r in back + out.rounds)
     sent = 2 * out.sent + folds * s
     rounds = [Round(folds, 1, s, s), *swaps, Round(folds, 1, s)]
-    return _form(rounds, sent, 2 * sent, 2 * out.total + 2 * extra * s)
+    total, posted = 2 * out.total + 2 * extra * s, 2 * out.posted + 2 * extra
+    return replace(_form(rounds, sent, 2 * sent, total, posted, added=total / 2), whole=n > 2)
 
 
 def _circulant(n: int, s: float) -> Form:
@@ -279,16 +305,16 @@ def _hierarchical(
 
     def inside(collective: str, algorithm: str = inner) -> Form:
         form = FORMS[collective][algorithm](p, s)
-        return replace(form, rounds=tuple(replace(r, span=r.span or p) for r in form.rounds), total=form.total * m)
+        return _times(m, replace(form, rounds=tuple(replace(r, span=r.span or p) for r in form.rounds)))
 
     def between(size: float, all_cross: bool) -> Form:
         form = FORMS["all_reduce"][outer](m, size, **outer_options)
         return replace(form, rounds=tuple(replace(r, span=0, all_cross=all_cross) for r in form.rounds))
 
     if inner in FORMS["reduce_scatter"]:
-        rail = between(s / p, all_cross=True)
-        rails = replace(rail, total=p * rail.total)
-        return _one_after_the_other(inside("reduce_scatter"), rails, inside("all_gather"))
+        rails = _times(p, between(s / p, all_cross=True))
+        both = _one_after_the_other(inside("reduce_scatter"), rails, inside("all_gather"))
+        return replace(both, whole=both.whole or 1 < p < n)
     leaders = between(s, all_cross=False)
     if inner in FORMS["reduce"]:
         whole = _one_after_the_other(inside("reduce"), leaders, inside("broadcast"))
@@ -306,13 +332,13 @@ def _direct_all_to_all(n: int, s: float) -> Form:
 
 def _pairwise_all_to_all(n: int, s: float) -> Form:
     part = s * (n - 1) / n
-    return _form([Round(n - 1, 1, s / n, all_cross=True)], part, 2 * part, n * part)
+    return _form([Round(n - 1, 1, s / n, all_cross=True)], part, 2 * part, n * part, n * (n - 1))
 
 
 def _bruck_all_to_all(n: int, s: float) -> Form:
     rounds = [Round(1, 1, _with_bit(n, bit) * s / n, all_cross=True) for bit in range(_levels(n))]
     sent = set_bits_below(n) * s / n
-    return _form(rounds, sent, 2 * sent, n * sent)
+    return _form(rounds, sent, 2 * sent, n * sent, n * _levels(n))
 
 
 FORMS: dict[str, dict[str, Callable[..., Form]]] = {

@@ -38,6 +38,7 @@ DEVICE_PREFIXES = (b"nccl:", b"xccl:", b"hccl:")  # of annotations that only lau
 WAIT = re.compile(rb"ddpx:wait$|_?c10d_functional::wait_tensor$")
 LOADER = re.compile(rb"enumerate\(DataLoader\)|(dataloader|data_loader)", re.IGNORECASE)
 NOT_COMPUTE = re.compile(rb"_?c10d(_functional)?::|record_param_comms$|ProfilerStep|FSDP::|ddpx:")
+OWN_THREAD = "ddpx compute"  # ddpx.profile's name for the thread that takes the steps
 COMM_THREAD = re.compile(r"ddpx.comm|gloo_runloop|pt_nccl|ProcessGroup", re.IGNORECASE)
 
 DTYPE_BYTES = {
@@ -100,6 +101,7 @@ class Recording:
     host: str
     base_ns: int
     device: str  # "gpu" or "cpu"
+    is_local: bool  # ddpx recorded it in mode local, whose ranks don't communicate
     steps: list[Step]
     names: list[str]  # name ids index this
     lanes: dict[bytes, Lane]  # CPU traces: operators by thread
@@ -349,6 +351,8 @@ def collect(path: Path, step_name: str = "ProfilerStep") -> Recording:
         host=str(source.metadata.get("host_name", "")),
         base_ns=base if isinstance(base := source.metadata.get("baseTimeNanoseconds"), int) else 0,
         device="gpu" if has_kernels else "cpu",
+        is_local=OWN_THREAD in thread_names.get(step_thread, ())
+        and path.absolute().parent.name.split("-")[0] == "local",
         steps=ordered,
         names=[decode(name) for name in name_ids],
         lanes=lanes,

@@ -13,7 +13,7 @@ CLASSES = ("compute", "hidden", "exposed", "peer", "gap")
 CLASS_WORDS = {
     "compute": "computing only",
     "hidden": "computing, communication hidden under it",
-    "exposed": "waiting for communication",
+    "exposed": "exposed communication, less waits for a peer",
     "peer": "waiting for a peer",
     "gap": "nothing runs",
 }

@@ -395,7 +395,7 @@ def _collectives(run: RunReport) -> str:
         note += " Times include waiting for peers: these traces don't allow telling it apart."
     if len(run.rows) > len(rows):
         note += f" The {len(rows)} most exposed of {len(run.rows)}."
-    split = ["transfer", "waiting"] if known else []
+    split = ["transfer", "wait for a peer"] if known else []
     head = [
         "which",
         "kind",

@@ -352,7 +352,7 @@ def analyse_rank(recording: Recording, top: int = 10, only: range | None = None)
         slowdowns=slowdowns,
         slowdown=ratio,
         slowdown_ms=cost,
-        blind=not comm and (recording.world_size or 1) > 1,
+        blind=not comm and (recording.world_size or 1) > 1 and not recording.is_local,
         notes=notes,
     )
 

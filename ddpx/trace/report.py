@@ -81,9 +81,10 @@ def headline(run: RunReport) -> str:
         )
     step, exposed, gap = run.mean("step_ms"), run.mean("exposed_ms"), run.mean("gap_ms")
     compute = run.mean("compute_ms")
+    sent = f"{exposed:.1f} ms ({percent(exposed / step, 0)}) of exposed communication, waits for peers included"
     return (
         f"A step takes {step:.1f} ms: {compute:.1f} ms ({percent(compute / step, 0)}) computing, "
-        f"{exposed:.1f} ms ({percent(exposed / step, 0)}) waiting for communication, "
+        f"{sent if run.mean('comm_ms') else 'no communication'}, "
         f"{gap:.1f} ms ({percent(gap / step, 0)}) with nothing running."
     )
 

@@ -17,7 +17,7 @@ from ddpx.trace.intervals import Interval, Split
 
 CAUSES = ("communication", "peer", "data loading", "copy", "host", "other")
 CAUSE_WORDS = {
-    "communication": "waiting for communication",
+    "communication": "communicating, or a thread blocked on it",
     "peer": "waiting for a peer",
     "data loading": "data loading",
     "copy": "copying memory",
