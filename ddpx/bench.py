@@ -43,7 +43,7 @@ from ddpx.units import bandwidth_text, bytes_text, parse_bytes, seconds_text, ta
 
 SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,25MiB,64MiB,256MiB"
 ALGORITHM_NAMES = tuple(name for name in ALGORITHMS["all_reduce"] if name != "hierarchical")
-TRANSPORT_NAMES = ("shared_memory", "process_group")
+TRANSPORT_NAMES = ("shared_memory", "sockets", "process_group")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_S = 0.02  # one contender's part of a round takes about this long, or one repetition
 MIN_ROUNDS, MAX_REPETITIONS = 3, 2000
@@ -227,7 +227,7 @@ def fit_rows(rows: Sequence[Row], n: int, machine: Machine) -> dict[str, Fit]:
         ours = [row for row in rows if row.transport == transport and row.algorithm in ALGORITHM_NAMES]
         if len({row.nbytes for row in ours}) < 2 or n == 1:
             continue
-        crowd = n / len(os.sched_getaffinity(0)) if transport == "process_group" else 0.0
+        crowd = n / len(os.sched_getaffinity(0)) if transport in ("sockets", "process_group") else 0.0
         like = Fabric(0.0, 0.0, machine.add_s_per_byte, concurrent=True, ranks_per_core=crowd)
         found = fits[transport] = fit([Sample(row.algorithm, n, row.nbytes, row.median_s) for row in ours], like)
         for row in ours:

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from ddpx import collectives
 from ddpx.algorithms import ALGORITHMS, build
+from ddpx.choice import algorithm_for, fabric_of
 from ddpx.collectives import Call, Calls, Exchange, Op, Work, group_of, root_of
-from ddpx.cost import Fabric, choose
 from ddpx.errors import Error
 from ddpx.execute import Plan, compile_plan
 from ddpx.group import Group, announcing
-from ddpx.processes import this_host
 from ddpx.schedule import Schedule
 from ddpx.stream import Pending, open_stream
 from ddpx.transport import Link, MappedTransport
@@ -40,21 +39,6 @@ NAMES = {
     Hosts: "hierarchical",
 }
 CANCEL_S = 1.0
-
-# What "auto" takes a message transport for: gloo on the loopback device, fitted to `python -m ddpx bench` with 2, 3 and
-# 4 ranks on two cores, six algorithms from 1 KiB to 64 MiB together, off by 29 % (root mean square). Of the three only
-# alpha / beta and gamma > beta / 2 matter to the choice. With two ranks tree gives way to ring at 4.8 MB (measured: 4
-# to 8 MiB), with three at 2.4 MB (2 to 4 MiB), with four at 6.6 MB (2 to 16 MiB, all within a tenth of each other).
-MESSAGES = Fabric(alpha_s=200e-6, beta_s_per_byte=1 / 3e9, gamma_s_per_byte=1 / 3e9, concurrent=True)
-# Algorithms that "auto" chooses from where ranks send messages: those without options. Of equals the first is taken.
-CHOICES = {
-    "all_reduce": ("ring", "tree", "doubling", "circulant", "halving_doubling", "direct"),
-    "reduce_scatter": ("ring", "circulant", "halving_doubling", "direct"),
-    "all_gather": ("ring", "circulant", "halving_doubling", "direct"),
-    "broadcast": ("tree", "scatter_gather", "direct"),
-    "reduce": ("tree", "scatter_gather", "direct"),
-    "all_to_all": ("direct", "pairwise", "bruck"),
-}
 
 
 class NothingToDo:
@@ -109,9 +93,7 @@ class Communicator:
         with announcing(self.group, "Communicator"):
             self.stream = open_stream(self.device)
             self.transport = None if self.group.world_size == 1 else _open_transport(self.group, self.device, transport)
-            posts = self.transport is not None and not isinstance(self.transport, MappedTransport)
-            crowd = ranks_per_core(self.group) if posts and self.device.type == "cpu" else 0.0
-            self._messages = replace(MESSAGES, ranks_per_core=crowd)
+            self._fabric = fabric_of(self.group, self.transport, link)
         self._calls = Calls(self, check or os.environ.get("DDPX_CHECK", "0") != "0")
         self._arenas: dict[int, torch.Tensor] = {}  # where user's tensors may be reduced in place, by number
         self._arenas_made = 0
@@ -300,16 +282,7 @@ class Communicator:
                 return "hierarchical"
             if self.algorithm != "auto":
                 return self.algorithm
-        if isinstance(self.transport, MappedTransport) and self.link is None:
-            return "direct"
-        fabric = self._messages
-        if self.link is not None:  # it holds a rank back once a step
-            fabric = Fabric(self.link.alpha_s, self.link.beta_s_per_byte, concurrent=True)
-        n = self.group.world_size
-        if n == 1:
-            return "direct"
-        of_rank = nbytes / n if collective == "all_to_all" else nbytes
-        return choose(n, of_rank, fabric, collective, CHOICES[collective]).algorithm
+        return algorithm_for(collective, self.group.world_size, nbytes, self._fabric)
 
     def schedule(self, collective: str, nbytes: int, algorithm: str | None = None, root: int = 0) -> Schedule:
         """The schedule of a collective over this group, by name or by size."""
@@ -439,12 +412,6 @@ def _open_transport(group: Group, device: torch.device, name: str) -> SharedMemo
         if name == "shared_memory":
             raise
         return open_messages(group)
-
-
-def ranks_per_core(group: Group) -> float:
-    """On the most crowded host; the same on every rank. A collective."""
-    told = group.gather("processors", (this_host(), len(os.sched_getaffinity(0))))
-    return max(sum(there == host for there, _ in told) / cores for host, cores in told)
 
 
 @lru_cache(maxsize=64)

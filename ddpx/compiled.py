@@ -17,6 +17,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # what csrc/ offers besi
     "ddpx_mesh_free": (None, (c_void_p,)),
     "ddpx_mesh_connect": (None, (c_void_p, c_int64, c_int)),
     "ddpx_mesh_label": (None, (c_void_p, c_uint64, c_uint64)),
+    "ddpx_mesh_waits_for": (c_int64, (c_void_p,)),
     "ddpx_mesh_wrong": (ctypes.POINTER(c_uint64), (c_void_p,)),
     "ddpx_mesh_post": (c_uint64, (c_void_p, c_int64, c_void_p, c_uint64, c_int)),
     "ddpx_mesh_wait": (c_int64, (c_void_p, c_int64, c_int, c_uint64, c_int64, c_void_p)),

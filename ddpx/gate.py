@@ -66,9 +66,10 @@ SCRIPTS = (
     Script("mpi", "Open MPI and MPICH", ("--turns", "2")),
 )
 
-# Torch's time over ours, by size: in shared memory, and over gloo messages.
+# Torch's time over ours, by size: in shared memory, and by messages.
 SHARED = {"1KiB": 8.0, "8KiB": 8.0, "64KiB": 8.0, "1MiB": 6.0, "4MiB": 6.0, "25MiB": 7.0, "100MiB": 7.0}
 MESSAGES = {"1KiB": 1.0, "8KiB": 1.0, "64KiB": 1.0, "1MiB": 0.9, "4MiB": 0.9, "25MiB": 0.9, "100MiB": 0.9}
+BOUNDS = {"shared_memory auto": SHARED, "sockets auto": MESSAGES, "process_group auto": MESSAGES}
 LIMIT_AT, LIMIT = "25MiB", 0.75  # the share of the memory's speed to reach with two ranks
 HALVES_AT, HALVES = "25MiB", 1.5  # the most that bf16 and fp16 take, as a multiple of fp32's time for as many elements
 SIZES = ",".join(SHARED)
@@ -78,7 +79,7 @@ def of_all_reduce(rows: Sequence[Row], machine: Machine, n: int, cores: int) -> 
     """Promises about fp32 all-reduce, for the sizes and contenders that were measured."""
     promises = []
     medians = {(row.contender, row.nbytes): row.median_s for row in rows}
-    for contender, bounds in (("shared_memory auto", SHARED), ("process_group auto", MESSAGES)):
+    for contender, bounds in BOUNDS.items():
         for size, bound in bounds.items():
             nbytes = parse_bytes(size)
             ours, torchs = medians.get((contender, nbytes)), medians.get(("torch all_reduce", nbytes))

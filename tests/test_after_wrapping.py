@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 import ddpx
 from ddpx import DDPX
 
-TRANSPORTS = ["shared_memory", "process_group"]
+TRANSPORTS = ["shared_memory", "sockets", "process_group"]
 
 
 class Net(nn.Module):

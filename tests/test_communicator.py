@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from ddpx import Communicator, DeadlineExceeded, Error, Link, Mismatch
 from ddpx.algorithms import ALGORITHMS, build
+from ddpx.choice import CHOICES, MESSAGES, ranks_per_core
 from ddpx.collectives import MAX_PLANS
-from ddpx.communicator import CHOICES, MESSAGES, ranks_per_core
 from ddpx.cost import choose, closed_form, count
 from ddpx.units import parse_bytes
 
-TRANSPORTS = ("shared_memory", "process_group")
+TRANSPORTS = ("shared_memory", "sockets", "process_group")
 SIZES = (0, 1, 7, 1000)
 
 Body = Callable[[Communicator, int, int], None]
@@ -533,7 +533,7 @@ def different_known_calls(rank: int, n: int, transport: str, check: bool) -> tup
 
 @pytest.mark.parametrize(
     ("transport", "check"),
-    [("shared_memory", False), ("process_group", True), ("process_group", False)],
+    [("shared_memory", False), ("sockets", False), ("process_group", True), ("process_group", False)],
 )
 def test_known_calls_in_another_order_are_told_too(ranks, transport, check):
     began = time.monotonic()
@@ -573,7 +573,8 @@ def one_does_not_come(rank: int, n: int, transport: str, known: bool) -> tuple[s
 
 
 @pytest.mark.parametrize(
-    ("transport", "known"), [("shared_memory", True), ("process_group", True), ("shared_memory", False)]
+    ("transport", "known"),
+    [("shared_memory", True), ("sockets", True), ("process_group", True), ("shared_memory", False)],
 )
 def test_a_deadline_names_the_rank_that_did_not_come(ranks, transport, known):
     first, _, last = ranks(3).run(one_does_not_come, transport, known)

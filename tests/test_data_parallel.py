@@ -127,7 +127,7 @@ def rank_order_training(rank: int, world_size: int, options: dict[str, object]) 
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_direct_equals_one_process_that_accumulates_in_rank_order_bit_for_bit(
     ranks, world_size: int, transport: str
 ) -> None:
@@ -182,7 +182,7 @@ def construction(rank: int, world_size: int, transport: str) -> None:
         output.sum().backward()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_ranks_start_from_rank_0_and_share_its_buffers_before_training_forwards(ranks, transport: str) -> None:
     ranks(3).run(construction, transport)
 
@@ -364,7 +364,7 @@ def dropped(rank: int, world_size: int, transport: str) -> list[tuple[int, int, 
     return counts
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_a_dropped_wrapper_leaves_no_memory_no_thread_and_no_open_file(transport: str) -> None:
     for counts in run(dropped, 2, transport):  # processes of their own, in which no other test has left anything
         mappings, threads, files = zip(*counts)

@@ -580,7 +580,7 @@ def sparse(rank: int, world_size: int, transport: str) -> None:
             torch.testing.assert_close(ours.grad.to_dense(), mean)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_sparse_gradients_are_averaged_and_stay_sparse(ranks, transport) -> None:
     ranks(3).run(sparse, transport)
 

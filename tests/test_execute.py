@@ -10,6 +10,7 @@ import random
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,16 +27,22 @@ from ddpx.program import MappedProgram, mapped_programs
 from ddpx.schedule import Schedule
 from ddpx.simulate import simulate
 from ddpx.transport import Link
+from ddpx.transport.connected import Connected
 from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import SharedMemory
+from ddpx.transport.sockets import Sockets
 
 CPU = torch.device("cpu")
-# Shared memory has two interpreters: one in Python, and a compiled one where it could be built.
+# Two interpreters run plans: one in Python, and a compiled one where it could be built. Gloo knows the first alone.
 INTERPRETED, COMPILED, MESSAGES = "shared_memory", "shared_memory compiled", "process_group"
+SOCKETS, COMPILED_SOCKETS = "sockets", "sockets compiled"
+needs_library = pytest.mark.skipif(native.LIBRARY is None, reason="ddpx._native was not built")
 TRANSPORTS = [
     INTERPRETED,
-    pytest.param(COMPILED, marks=pytest.mark.skipif(native.LIBRARY is None, reason="ddpx._native was not built")),
+    pytest.param(COMPILED, marks=needs_library),
     MESSAGES,
+    pytest.param(SOCKETS, marks=needs_library),
+    pytest.param(COMPILED_SOCKETS, marks=needs_library),
 ]
 SIZES = (0, 1, 7, 1000)
 FEW_SIZES = (3, 1000)
@@ -44,11 +51,13 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @contextlib.contextmanager
-def opened(name: str) -> Iterator[SharedMemory | ProcessGroup]:
+def opened(name: str) -> Iterator[SharedMemory | Connected]:
     """A transport of the whole world. A collective."""
     group = Group()
-    transport = ProcessGroup(group, CPU) if name == MESSAGES else SharedMemory(group)
-    with unittest.mock.patch.object(native, "LIBRARY", native.LIBRARY if name == COMPILED else None):
+    kinds = {MESSAGES: partial(ProcessGroup, device=CPU), SOCKETS: Sockets, COMPILED_SOCKETS: Sockets}
+    transport = kinds.get(name, SharedMemory)(group)
+    compiled = name in (COMPILED, COMPILED_SOCKETS)
+    with unittest.mock.patch.object(native, "LIBRARY", native.LIBRARY if compiled else None):
         yield transport
     group.gather("all have read", None)
     transport.close()
@@ -299,7 +308,7 @@ def test_sums_of_integers_are_exact(ranks, transport: str, world_size: int) -> N
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_every_rank_on_every_transport_has_the_bits_of_the_schedule(ranks, world_size: int) -> None:
-    names = [INTERPRETED, MESSAGES] + [COMPILED] * (native.LIBRARY is not None)
+    names = [INTERPRETED, MESSAGES] + [COMPILED, SOCKETS, COMPILED_SOCKETS] * (native.LIBRARY is not None)
     digests = [digest for name in names for digest in ranks(world_size).run(sum_reals, name, timeout_s=120)]
     assert all(digest == digests[0] for digest in digests)
 
@@ -433,7 +442,7 @@ def test_a_group_of_one_has_nothing_to_do() -> None:
     ("arguments", "message"),
     [
         ({"algorithm": "rings"}, "unknown algorithm 'rings'; known: auto, ring, tree"),
-        ({"transport": "smoke"}, "unknown transport 'smoke'; known: auto, shared_memory, process_group"),
+        ({"transport": "smoke"}, "unknown transport 'smoke'; known: auto, shared_memory, sockets, process_group"),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(arguments: dict[str, str], message: str) -> None:

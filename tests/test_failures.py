@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import ddpx
 from ddpx import DDPX
 
-TRANSPORTS = ("shared_memory", "process_group")
+TRANSPORTS = ("shared_memory", "sockets", "process_group")
 TINY_MB = 200 / 2**20
 FORWARD, AFTER_ALL = -1, -2  # where a model trips, beside layers
 

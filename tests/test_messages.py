@@ -10,14 +10,18 @@ import torch
 
 from ddpx import messages
 from ddpx.algorithms import ALGORITHMS, build
+from ddpx.compiled import LIBRARY
 from ddpx.cost import count
 from ddpx.execute import compile_plan
 from ddpx.group import Group
-from ddpx.messages import MessagePlan, segments_of
+from ddpx.messages import Round, bind_rounds
+from ddpx.operations import action
 from ddpx.schedule import Schedule, chunk_bounds
 from ddpx.transport import Landings
 from ddpx.transport.process_group import ProcessGroup
+from ddpx.transport.sockets import Sockets
 
+needs_library = pytest.mark.skipif(LIBRARY is None, reason="ddpx._native was not built")
 ALL_REDUCES = [name for name in ALGORITHMS["all_reduce"] if name != "hierarchical"]
 
 
@@ -28,6 +32,8 @@ class Place:
     rank: int
     world_size: int
     pipelined: bool = True
+    segment_bytes: int = 40
+    segments: int = 4
     landings: Landings = field(default_factory=Landings)
 
 
@@ -49,7 +55,7 @@ class Line:
         return min(len(self.sends), len(self.receives))
 
 
-def play(schedule: Schedule, plans: list[MessagePlan], early: bool) -> int:
+def play(schedule: Schedule, rounds: list[list[Round]], early: bool) -> int:
     """Run all ranks' rounds; messages are carried as soon as both ends are posted, or when one end waits for it.
 
     Returns the number of bytes carried.
@@ -65,7 +71,7 @@ def play(schedule: Schedule, plans: list[MessagePlan], early: bool) -> int:
                 yield
             lines[pair].carry(place)
 
-        for step in plans[rank].rounds:
+        for step in rounds[rank]:
             for number in step.settled:
                 yield from ended(number)
             kinds = [((peer, rank), lines[peer, rank].receives, flat) for peer, flat in step.receives]
@@ -78,8 +84,8 @@ def play(schedule: Schedule, plans: list[MessagePlan], early: bool) -> int:
                         lines[pair].carry(place)
             for number in step.awaited:
                 yield from ended(number)
-            for call in step.actions:
-                call()
+            for operation in step.actions:
+                action(operation)()
         assert not known
 
     walks = {rank: walk(rank) for rank in range(schedule.world_size)}
@@ -99,7 +105,6 @@ def play(schedule: Schedule, plans: list[MessagePlan], early: bool) -> int:
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("algorithm", ALL_REDUCES)
 def test_segments_meet_and_sum_rightly_whenever_they_are_carried(algorithm: str, early: bool, monkeypatch) -> None:
-    monkeypatch.setattr(messages, "SEGMENT_BYTES", 40)
     for n in range(1, 6):
         schedule = build("all_reduce", algorithm, n)
         for numel, ahead, aside in [(1001, 3, 0), (1000, 0, 0), (37, 3, 64 << 10), (200, 9, 0), (1, 3, 0)]:
@@ -108,36 +113,37 @@ def test_segments_meet_and_sum_rightly_whenever_they_are_carried(algorithm: str,
             bounds = chunk_bounds(numel, schedule.chunks)
             flats = [torch.arange(numel) * (rank + 1) for rank in range(n)]
             total = sum(flats)
-            plans = [MessagePlan(schedule, Place(rank, n), flats[rank], "sum", None, bounds) for rank in range(n)]
-            carried = play(schedule, plans, early)
+            ranks = [bind_rounds(schedule, Place(rank, n), flats[rank], "sum", None, bounds) for rank in range(n)]
+            carried = play(schedule, ranks, early)
             assert all(torch.equal(flat, total) for flat in flats), (n, numel, ahead, aside)
             assert carried == count(schedule, numel, 8).total
 
 
 @pytest.mark.parametrize("hold_s", [None, {}])
-def test_under_an_emulated_link_and_on_a_gpu_a_step_is_posted_and_ended_together(hold_s, monkeypatch) -> None:
-    monkeypatch.setattr(messages, "SEGMENT_BYTES", 40)
+def test_under_an_emulated_link_and_on_a_gpu_a_step_is_posted_and_ended_together(hold_s) -> None:
     schedule = build("all_reduce", "ring", 3)
     place = Place(0, 3, pipelined=hold_s is not None)
-    plan = MessagePlan(schedule, place, torch.zeros(1000), "sum", hold_s, chunk_bounds(1000, 3))
-    assert len(plan.rounds) == schedule.steps + 1  # and one that has nothing left to end
-    for step in plan.rounds[:-1]:
+    rounds = bind_rounds(schedule, place, torch.zeros(1000), "sum", hold_s, chunk_bounds(1000, 3))
+    assert len(rounds) == schedule.steps + 1  # and one that has nothing left to end
+    for step in rounds[:-1]:
         assert sorted(step.awaited) == sorted(step.posted) and not step.settled
         assert len(step.sends) == len(step.receives) == 1
 
 
 def test_large_chunks_are_cut_and_small_messages_are_awaited_from_the_start() -> None:
-    assert [segments_of(mib << 20) for mib in (0, 1, 2, 3, 64)] == [1, 1, 2, 3, messages.SEGMENTS]
     schedule = build("all_reduce", "ring", 4)
-    plan = MessagePlan(schedule, Place(0, 4), torch.zeros(1000), "sum", None, chunk_bounds(1000, 4))
-    assert len(plan.rounds[0].receives) == 1 + messages.AHEAD
+    for of_chunk, segments in ((9, 1), (10, 1), (20, 2), (30, 3), (1000, 4)):
+        numel = 4 * of_chunk
+        rounds = bind_rounds(schedule, Place(0, 4), torch.zeros(numel), "sum", None, chunk_bounds(numel, 4))
+        assert len(rounds) == schedule.steps * segments + 1
+        assert len(rounds[0].receives) == 1 + messages.AHEAD
 
 
-def all_reduce_in_segments(rank: int, n: int) -> int:
+def all_reduce_in_segments(rank: int, n: int, kind: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "SEGMENT_BYTES", 1 << 10)
         patch.setattr(messages, "ASIDE_BYTES", 1 << 9)
-        transport = ProcessGroup(Group(), torch.device("cpu"))
+        transport = Sockets(Group()) if kind == "sockets" else ProcessGroup(Group(), torch.device("cpu"))
+        transport.segment_bytes, transport.segments = 1 << 10, 4
         for algorithm in ALL_REDUCES:
             schedule = build("all_reduce", algorithm, n)
             flat = torch.empty(10007)
@@ -150,10 +156,12 @@ def all_reduce_in_segments(rank: int, n: int) -> int:
                 assert transport.bytes_received - before == count(schedule, 10007, 4).received[rank], algorithm
         transport.group.gather("end", None)
         transport.close()
-    return len(plan.rounds)
+    return transport.bytes_sent
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("kind", ["process_group", pytest.param("sockets", marks=needs_library)])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_segments_over_gloo_sum_rightly_and_count_the_bytes_of_the_formula(n: int, ranks) -> None:
-    assert len(set(ranks(n).run(all_reduce_in_segments))) == 1
+def test_segments_sum_rightly_and_count_the_bytes_of_the_formula(n: int, kind: str, ranks) -> None:
+    total = sum(count(build("all_reduce", algorithm, n), 10007, 4).total for algorithm in ALL_REDUCES)
+    assert sum(ranks(n).run(all_reduce_in_segments, kind)) == 3 * total

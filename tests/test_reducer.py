@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpx import DDPX
 
 MODES = ("naive", "bucketed", "overlapped")
-TRANSPORTS = ("shared_memory", "process_group")
+TRANSPORTS = ("shared_memory", "sockets", "process_group")
 TINY_MB = 200 / 2**20  # 256 bytes after alignment: a small model makes many buckets, and parameters straddle them
 
 

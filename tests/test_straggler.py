@@ -70,7 +70,7 @@ def _stalled(rank, world_size, transport, phase):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("phase", ["input", "forward", "backward"])
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_a_stall_is_named_by_rank_phase_and_bucket_on_every_rank(ranks, transport, phase):
     for rank, (straggler, bucket, first) in enumerate(ranks(3).run(_stalled, transport, phase)):
         assert straggler is not None

@@ -26,6 +26,7 @@ from ddpx.transport.process_group import ProcessGroup
 from ddpx.transport.shared_memory import PAGE_BYTES, Segment, SharedMemory
 
 CPU = torch.device("cpu")
+MESSAGES = "process_group" if LIBRARY is None else "sockets"
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="ddpx._native was not built")
 
 
@@ -241,7 +242,7 @@ def deadline(rank: int, world_size: int, transport_name: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks, transport: str) -> None:
     texts = ranks(3).run(deadline, transport)
     assert all("waited 1 s for rank 1" in texts[rank] for rank in (0, 2))
@@ -274,7 +275,7 @@ def announce(rank: int, world_size: int, transport_name: str) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_a_failure_ends_its_epoch_with_the_words_of_the_failed_rank_and_the_next_works(ranks, transport: str) -> None:
     words = ranks(3).run(announce, transport)
     told = ["a cat walked over rank 2 in epoch 1", "a cat walked over rank 2 in epoch 3"]
@@ -373,7 +374,7 @@ def headers_that_differ(rank: int, world_size: int, transport_name: str, headers
     return text
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
@@ -408,7 +409,7 @@ def killed_while_awaited(rank: int, world_size: int, transport_name: str) -> tup
     return "it went well", 0.0
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_a_killed_rank_is_named_within_seconds(transport: str) -> None:
     outcomes: list[Outcome] = attempt(killed_while_awaited, 3, transport)
     assert outcomes[1].exitcode == -signal.SIGKILL
@@ -434,7 +435,7 @@ def chosen(rank: int, world_size: int, hosts: list[str], transport_name: str = "
 
 def test_one_host_shares_memory_and_several_send_messages(ranks) -> None:
     assert ranks(2).run(chosen, ["here", "here"]) == ["shared_memory"] * 2
-    assert ranks(2).run(chosen, ["here", "there"]) == ["process_group"] * 2
+    assert ranks(2).run(chosen, ["here", "there"]) == [MESSAGES] * 2
 
 
 def refused(rank: int, world_size: int) -> str:
@@ -469,7 +470,7 @@ def unmappable_on_one_rank(rank: int, world_size: int) -> str:
 
 
 def test_auto_falls_back_to_messages_on_all_ranks_when_one_cannot_map(ranks) -> None:
-    assert ranks(3).run(unmappable_on_one_rank) == ["process_group"] * 3
+    assert ranks(3).run(unmappable_on_one_rank) == [MESSAGES] * 3
 
 
 def other_collectives_at_the_same_time(rank: int, world_size: int) -> None:

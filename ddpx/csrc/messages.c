@@ -45,6 +45,7 @@ typedef struct {
 typedef struct {
     int64_t n;
     label now;         /* of what is posted from here on; its bytes are not used */
+    int64_t waits_for; /* the peer, -1 for none; read by other threads */
     uint64_t wrong[7]; /* after CLOSED, LATE, OTHER: the peer; then the label that came, and the one expected */
     struct pollfd *polled;
     connection of[];
@@ -54,6 +55,7 @@ mesh *ddpx_mesh(int64_t n) {
     mesh *m = calloc(1, sizeof *m + n * sizeof *m->of);
     if (!m) return NULL;
     m->n = n;
+    m->waits_for = -1;
     m->polled = calloc(n, sizeof *m->polled);
     for (int64_t peer = 0; peer < n; peer++) m->of[peer].fd = -1;
     return m;
@@ -68,6 +70,8 @@ void ddpx_mesh_free(mesh *m) { /* the sockets are the caller's */
 void ddpx_mesh_connect(mesh *m, int64_t peer, int fd) { m->of[peer].fd = fd; }
 
 void ddpx_mesh_label(mesh *m, uint64_t epoch, uint64_t header) { m->now.epoch = epoch, m->now.header = header; }
+
+int64_t ddpx_mesh_waits_for(const mesh *m) { return __atomic_load_n(&m->waits_for, __ATOMIC_RELAXED); }
 
 const uint64_t *ddpx_mesh_wrong(const mesh *m) { return m->wrong; }
 
@@ -138,7 +142,7 @@ static void sleep_until_some_moves(mesh *m, int64_t left_ns) {
     ppoll(m->polled, count, &t, NULL);
 }
 
-static int64_t until(mesh *m, int64_t peer, int sent, uint64_t ended, int64_t timeout_ns, outcome *result) {
+static int64_t arrive(mesh *m, int64_t peer, int sent, uint64_t ended, int64_t timeout_ns, outcome *result) {
     queue *q = sent ? &m->of[peer].out : &m->of[peer].in;
     if (q->ended >= ended) return WELL;
     int64_t began = now_ns(), left = timeout_ns, how;
@@ -152,6 +156,13 @@ static int64_t until(mesh *m, int64_t peer, int sent, uint64_t ended, int64_t ti
     }
     count_wait(result, peer, now_ns() - began);
     return WELL;
+}
+
+static int64_t until(mesh *m, int64_t peer, int sent, uint64_t ended, int64_t timeout_ns, outcome *result) {
+    __atomic_store_n(&m->waits_for, peer, __ATOMIC_RELAXED);
+    int64_t how = arrive(m, peer, sent, ended, timeout_ns, result);
+    if (!how) __atomic_store_n(&m->waits_for, -1, __ATOMIC_RELAXED);
+    return how;
 }
 
 /* Waits for one message, by the number that ddpx_mesh_post gave it. */

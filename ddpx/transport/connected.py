@@ -15,6 +15,7 @@ from ddpx.errors import DeadlineExceeded, Error, PeerFailed, PeerLost
 from ddpx.group import Group
 from ddpx.transport import Ending, Landings, Message, Posted
 
+TELL_S = 0.3  # a longer wait is told, so that peers who wait for this rank see whom it waits for
 BOARD_S = 0.1  # how long to look for a failing rank's words after a connection closed; they are written before it
 
 Post = tuple[int, Callable[[], Ending], int, int]  # (peer, what posts a message with it, bytes sent, received)
@@ -42,6 +43,7 @@ class Connected:
         self.pipelined = device.type == "cpu"
         self.timeout_s = group.timeout_s
         self.epoch = 0
+        self._place = 0  # the epoch or call that messages belong to
         self.bytes_sent = 0
         self.bytes_received = 0
         self.last_peer = self.rank
@@ -50,6 +52,9 @@ class Connected:
         self._failed_epoch = -2  # the last one in which this rank failed
         self._heard_of: int | None = None  # the epoch of the failure that `poll` last told of
         self._name = "messages"  # of the connections on the board
+        self._waits_for: int | None = None
+        self._wait_seen: tuple[int, int, float] | None = None  # place, peer, since when
+        self._wait_told: tuple[int, int] | None = None
         self._refused: Error | None = None  # why no message passes in this epoch
         self._connections: Any = None  # as `_make` made them
         self._connect()
@@ -94,7 +99,7 @@ class Connected:
 
     def mark(self, number: int, header: int) -> None:
         """Messages from here on belong to a numbered call, and do not meet those of another one."""
-        raise NotImplementedError
+        self._place = number
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -128,7 +133,9 @@ class Connected:
             for message in messages:
                 peer = message.peer
                 before = time.perf_counter()
+                self._waits_for = peer
                 message.ending.wait()
+                self._waits_for = None
                 waited_s = time.perf_counter() - before
                 if waited_s > longest_s:
                     longest_s, self.last_peer = waited_s, peer
@@ -158,8 +165,11 @@ class Connected:
 
     def refuse(self, error: RuntimeError, peer: int) -> NoReturn:
         """Let no message pass any more in this epoch, and raise what has really happened."""
+        is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        missing = self._last_of_chain(peer) if is_late else peer
+        through = f", for which rank {peer} waits, too" if missing != peer else ""
         late = (
-            f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which did not come. "
+            f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {missing}{through}, which did not come. "
             "It may be in other code, or make fewer steps than its peers."
         )
         gone = (
@@ -182,11 +192,38 @@ class Connected:
             time.sleep(0.02)
         return DeadlineExceeded(late) if "imed out" in text or "imeout" in text else PeerLost(gone)
 
+    # Who waits for whom
+
+    def waits_for(self) -> int | None:
+        """The peer that a message is awaited from, or taken by, now. From any thread."""
+        return self._waits_for
+
+    def _tell_of_long_wait(self) -> None:
+        peer, now_s = self.waits_for(), time.monotonic()
+        if peer is None or self._wait_seen is None or self._wait_seen[:2] != (self._place, peer):
+            self._wait_seen = None if peer is None else (self._place, peer, now_s)
+        elif now_s - self._wait_seen[2] > TELL_S and self._wait_told != (self._place, peer):
+            self._wait_told = self._place, peer
+            self.group.leave("waits", self._wait_told)
+
+    def _last_of_chain(self, peer: int) -> int:
+        """Who waits for nobody, as far as it is told, going from rank to rank that each waits for."""
+        self.group.leave("waits", (self._place, peer))
+        passed = {self.rank}
+        while peer not in passed:
+            passed.add(peer)
+            note = self.group.left("waits", peer)
+            if note is None or note[0] != self._place:
+                break
+            peer = note[1]
+        return peer
+
     # Epochs and failures
 
     def begin(self, epoch: int, header: int | None) -> None:
         """Enter an epoch, in which messages tell whose `header` differs; None: to say no more than that we failed."""
-        self.epoch, self._heard_of, self._refused = epoch, None, None
+        self.epoch = self._place = epoch
+        self._heard_of, self._refused = None, None
         if self._connections is None:
             self._connect()
         self._say(epoch, header)
@@ -218,6 +255,7 @@ class Connected:
             if message is not None:
                 self._heard_of = epoch
                 raise PeerFailed(message)
+        self._tell_of_long_wait()
 
     def close(self) -> None:
         self.disconnect()

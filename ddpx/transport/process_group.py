@@ -43,6 +43,7 @@ class ProcessGroup(Connected):
         return connections
 
     def mark(self, number: int, header: int) -> None:
+        super().mark(number, header)
         self._tag = header & 0x7FFFFFFF
         if self._connections is not None:
             self._connections.tag = self._tag

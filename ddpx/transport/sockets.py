@@ -26,6 +26,7 @@ from ddpx.transport.process_group import ProcessGroup
 
 WELL, CLOSED, LATE, OTHER = range(4)  # how a wait in the library ends
 HELLO_BYTES = 32
+NOTHING = torch.empty(0)
 HINT = "GLOO_SOCKET_IFNAME names the network interface to use."
 CONNECT_S = 30.0  # for connections among ranks that are all there
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a host without power is noticed in 2 minutes
@@ -43,7 +44,11 @@ class Offer:
 
 
 class Sockets(Connected):
-    """Raises Error on every rank where one has no compiled helper or cannot be reached."""
+    """Raises Error on every rank where one has no compiled helper or cannot be reached.
+
+    In front of an epoch's first message each rank sends an empty one to the next, as a greeting: two ranks that wait
+    for each other in different epochs would not know of it otherwise. Nobody waits for it.
+    """
 
     segment_bytes = 256 << 10
     segments = 64
@@ -51,6 +56,7 @@ class Sockets(Connected):
     def __init__(self, group: Group) -> None:
         self._listener: socket.socket | None = None
         self._label = (0, 0)
+        self._greets = False
         self._is_call = False
         super().__init__(group, torch.device("cpu"))
 
@@ -80,16 +86,27 @@ class Sockets(Connected):
                 listener.close()
 
     def mark(self, number: int, header: int) -> None:
+        super().mark(number, header)
         self._is_call = True
-        self._set_label(number, header)
+        self._say(number, header)
 
     def _say(self, epoch: int, header: int | None) -> None:
-        self._set_label(epoch, header or 0)
-
-    def _set_label(self, epoch: int, header: int) -> None:
-        self._label = epoch, header
+        self._label = epoch, header or 0
+        self._greets = header is not None
         if self._connections is not None:
-            self._connections.label(epoch, header)
+            self._connections.label(*self._label)
+
+    def open_connections(self) -> "Mesh":
+        mesh: Mesh = super().open_connections()
+        if self._greets:
+            self._greets = False
+            mesh.post((self.rank - 1) % self.world_size, NOTHING, is_sent=False)
+            mesh.post((self.rank + 1) % self.world_size, NOTHING, is_sent=True)
+        return mesh
+
+    def waits_for(self) -> int | None:
+        mesh = self._connections
+        return None if mesh is None else mesh.waits_for()
 
     def check(self, mesh: "Mesh", how: int) -> None:
         """Raise where a wait on `mesh` has not ended well."""
@@ -158,6 +175,11 @@ class Mesh:
         outcome = ctypes.byref(self._outcome)
         how = self._library.ddpx_mesh_wait(self.handle, peer, is_sent, number, self.timeout_ns, outcome)
         self._transport.check(self, how)
+
+    def waits_for(self) -> int | None:
+        """The peer that the thread at work waits for now. From any thread."""
+        peer = self._library.ddpx_mesh_waits_for(self.handle)
+        return None if peer < 0 else peer
 
     def wrong(self) -> tuple[int, list[int], list[int]]:
         """Of a wait that did not end well: the peer; then bytes, epoch and header that came, and that should have."""
