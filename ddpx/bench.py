@@ -227,8 +227,8 @@ def fit_rows(rows: Sequence[Row], n: int, machine: Machine) -> dict[str, Fit]:
         ours = [row for row in rows if row.transport == transport and row.algorithm in ALGORITHM_NAMES]
         if len({row.nbytes for row in ours}) < 2 or n == 1:
             continue
-        crowd = n / len(os.sched_getaffinity(0)) if transport in ("sockets", "process_group") else 0.0
-        like = Fabric(0.0, 0.0, machine.add_s_per_byte, concurrent=True, ranks_per_core=crowd)
+        crowd = n / len(os.sched_getaffinity(0)) if transport == "process_group" else 0.0
+        like = Fabric(0.0, 0.0, machine.add_s_per_byte, concurrent=transport != "sockets", ranks_per_core=crowd)
         found = fits[transport] = fit([Sample(row.algorithm, n, row.nbytes, row.median_s) for row in ours], like)
         for row in ours:
             row.predicted_s = predict("all_reduce", row.algorithm, n, row.nbytes, found.fabric).total_s

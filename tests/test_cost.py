@@ -6,10 +6,10 @@ import tracemalloc
 
 import pytest
 
-from ddpx import cost
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.algorithms.closed_form import FORMS, set_bits_below
 from ddpx.cost import (
+    SEGMENTS_ON_THE_WAY,
     Fabric,
     Sample,
     best_by_size,
@@ -24,6 +24,7 @@ from ddpx.cost import (
     timeline,
 )
 from ddpx.schedule import Move, Schedule, interleave
+from ddpx.transport.process_group import ProcessGroup
 
 MB, GB = 10**6, 10**9
 SLOW_NET = Fabric(alpha_s=10e-6, beta_s_per_byte=1 / (50 * GB))  # 10 us, 50 GB/s
@@ -287,7 +288,7 @@ def test_on_shared_processors_bytes_of_the_busiest_rank_count_and_a_segment_of_e
     assert predict("all_reduce", "tree", 4, 1000, crowded(2, beta=1)).total_s == 4000 + 4 * 1000 / 4
     # Circulant's messages are of several chunks, which aren't cut.
     assert predict("all_reduce", "circulant", 4, 1000, crowded(2, beta=1)).total_s == 3000 + 1500
-    assert cost.SEGMENTS_ON_THE_WAY == pytest.importorskip("ddpx.messages").SEGMENTS
+    assert ProcessGroup.segments == SEGMENTS_ON_THE_WAY
 
 
 def test_on_shared_processors_the_adds_of_all_ranks_count():
