@@ -176,6 +176,7 @@ class Reducer:
         if options.check_replicas_every and communicator.group.world_size > 1:
             self._replicas = ReplicaCheck(communicator, replicated, options.check_replicas_every)
         self._notice_other_reducers()
+        _REDUCERS.add(self)
         me = weakref.ref(self)
         self._handles = [slot.param.register_post_accumulate_grad_hook(_gradient_hook(me, slot)) for slot in self.slots]
 
@@ -454,13 +455,19 @@ class Reducer:
         while current.next_launch < len(self.buckets) and not self.buckets[current.next_launch].missing:
             if current.next_launch == len(self.buckets) - 1:
                 current.full_s = time.perf_counter()
-                if self._hook is None and self._tail_s < TAIL_S and self.communicator.is_idle:
+                if self._may_run_last_bucket_here():
                     return  # `_end` runs it here, sooner than another thread would wake up
             try:
                 self._launch(self.buckets[current.next_launch])
             except Exception as error:  # a communication hook's
                 self._fail_round(self._explain(error), error)
             current.next_launch += 1
+
+    def _may_run_last_bucket_here(self) -> bool:
+        if self._hook is not None or self._tail_s >= TAIL_S or not self.communicator.is_idle:
+            return False
+        # Rounds of two wrappers may end in another order on another rank, where one would wait for the other.
+        return not any(other._round is not None for other in _REDUCERS if other is not self)
 
     def _launch(self, bucket: Bucket, here: bool = False) -> None:
         """Start the bucket's plan; `here` if this thread will wait for it at once."""
@@ -840,6 +847,9 @@ class Reducer:
             max((int((self.buckets[number].ready_s - began_s) * 1e9) for number in slot.buckets), default=0)
             for slot in self.slots
         ]
+
+
+_REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()  # of this process
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[Tensor, int, int]]:

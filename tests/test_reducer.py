@@ -202,6 +202,24 @@ def test_the_last_bucket_runs_where_it_is_waited_for_if_backward_ends_with_it(ra
     assert ranks(2).run(where_buckets_run, math.inf) == [[False, True, True], [False, False, False]]
 
 
+def ends_in_another_order(rank: int, world_size: int) -> None:
+    """Two wrappers in one backward, in another order on each rank."""
+    models = [DDPX(Chain(5, 5, 1), timeout_s=10) for _ in range(2)]
+    with unittest.mock.patch("ddpx.reducer.TAIL_S", math.inf):
+        for turn in range(4):
+            batches = [[integers(4, 5, seed=10 * turn + peer)] for peer in range(world_size)]
+            outputs = [model(batches[rank][0]) for model in (models if rank or turn == 0 else models[::-1])]
+            loss_of(outputs[0] + outputs[1], world_size).backward()
+            means = expected_means(lambda: Chain(5, 5, 1), batches, lambda output: loss_of(output, world_size))
+            for model in models:
+                assert_equal(gradients(model), means, turn)
+                model.zero_grad()
+
+
+def test_two_wrappers_may_end_in_another_order_on_another_rank(ranks) -> None:
+    ranks(2).run(ends_in_another_order)
+
+
 def test_modes_differ_in_buckets_and_in_when_they_launch(ranks) -> None:
     for found in ranks(2).run(launches):
         naive, bucketed, overlapped = (found[mode] for mode in MODES)
