@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddpx.communicator import Communicator
-from ddpx.execute import Plan
+from ddpx.execute import Plan, without_end_waits
 from ddpx.transport import DIGEST_BITS
 
 BATCH_BYTES = 32 << 20
@@ -18,22 +18,21 @@ class Packed:
     """Tensors packed, one behind the other, in a flat buffer of bytes."""
 
     def __init__(self, tensors: Sequence[Tensor], staging: Tensor) -> None:
-        self.places: list[tuple[Tensor, Tensor]] = []  # (tensor, its packed twin)
+        self._tensors = list(tensors)
+        self._twins: list[Tensor] = []  # packed
         begin = 0
         for tensor in tensors:
             end = begin + tensor.nbytes
-            self.places.append((tensor, staging[begin:end].view(tensor.dtype).view(tensor.shape)))
+            self._twins.append(staging[begin:end].view(tensor.dtype).view(tensor.shape))
             begin = _aligned(end)
 
     def pack(self) -> None:
-        for tensor, twin in self.places:
-            twin.copy_(tensor.data)
+        torch._foreach_copy_(self._twins, [tensor.data for tensor in self._tensors])
 
     def unpack(self) -> None:
         # Through .data, so that autograd does not count it as a change: a graph of an earlier forward may need the old
         # version number, and what it saved is replaced by the same or newer statistics only.
-        for tensor, twin in self.places:
-            tensor.data.copy_(twin)
+        torch._foreach_copy_([tensor.data for tensor in self._tensors], self._twins)
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
@@ -54,14 +53,16 @@ def broadcast(communicator: Communicator, tensors: Sequence[Tensor], root: int =
     for batch in batches:
         plan = communicator.plan_broadcast(staging[: packed_bytes(batch)], root)
         _share(communicator, Packed(batch, staging), plan, root)
+        communicator.settle()
     communicator.release(staging)
 
 
 def _share(communicator: Communicator, packed: Packed, plan: Plan, root: int) -> None:
+    """The root does not wait until its values have been read: that is for `settle`."""
     source = communicator.group.rank == root
     if source:
         packed.pack()
-    communicator.wait(communicator.start(plan.run))
+    communicator.wait(communicator.run(without_end_waits(plan)))
     if not source:
         packed.unpack()
 
@@ -97,7 +98,10 @@ class BufferSync:
         return self._digest
 
     def run(self, root: int = 0) -> None:
-        """Share what `look` has seen, in an epoch that all ranks have entered with the same digest."""
+        """Share what `look` has seen, in an epoch that all ranks have entered with the same digest.
+
+        Before the next epoch, the communicator is to settle.
+        """
         if self._communicator.group.world_size == 1:
             return
         if self._packed is None:

@@ -324,6 +324,20 @@ class Communicator:
         """Run a plan on the communication stream, after what the caller has computed so far."""
         return self.stream.submit(run)
 
+    def run(self, run: Callable[[], None]) -> Pending:
+        """Run a plan that the caller will wait for at once: in its own thread where waits there look at the peers."""
+        return self.stream.run(run) if isinstance(self.transport, SharedMemory) else self.stream.submit(run)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `run` would run in the caller's own thread."""
+        return isinstance(self.transport, SharedMemory) and self.stream.is_idle
+
+    def settle(self) -> None:
+        """Make the waits that plans run `without_end_waits` in this epoch have put off."""
+        if isinstance(self.transport, SharedMemory):
+            self.transport.settle()
+
     def wait(self, pending: Pending) -> None:
         """Order the caller after `pending`; raise what went wrong there, or what a peer announced meanwhile."""
         pending.wait(self.poll, self.group.timeout_s + 5)

@@ -313,7 +313,7 @@ class DDPX(nn.Module, Joinable):
                 self.reducer.frozen_forwards += self.training
             return self._run_module(args, kwargs)
         if shares and self._buffer_hook_location() != POST_FORWARD:
-            self.share_buffers(root)
+            self.share_buffers(root, settle=False)
         began_s = time.perf_counter()
         self._times.iteration = self.reducer.rounds
         try:
@@ -324,6 +324,8 @@ class DDPX(nn.Module, Joinable):
             raise
         self._times.forward_s = (began_s, time.perf_counter())
         self.reducer.forward_s += time.perf_counter() - began_s
+        if shares:
+            self._settle_buffers()
         if shares and self._buffer_hook_location() == POST_FORWARD:
             self.share_buffers(root)
         self.reducer.watch(list(tensors_in(output)), self.training)
@@ -394,16 +396,29 @@ class DDPX(nn.Module, Joinable):
         self._assign_modules_buffers()
         return [*parameters.values(), *(self.modules_buffers if buffers else ())]
 
-    def share_buffers(self, root: int = 0) -> None:
-        """The root's buffers for everybody, or what a registered buffer hook does instead. A collective."""
+    def share_buffers(self, root: int = 0, settle: bool = True) -> None:
+        """The root's buffers for everybody, or what a registered buffer hook does instead. A collective.
+
+        Without `settle`, the root does not yet wait until they have been read.
+        """
         self.reducer.enter(IN_FORWARD)
         try:
             if self._buffer_hook is None:
                 assert self._buffer_sync is not None
                 self._buffer_sync.run(root)
+                if settle:
+                    self.reducer.communicator.settle()
                 return
             hook, state, _ = self._buffer_hook
             self._buffer_futures += hook(state, self.named_module_buffers) or []
+        except BaseException as error:
+            self.reducer.fail_in_epoch(error)
+            raise
+
+    def _settle_buffers(self) -> None:
+        """Wait until all ranks have read the buffers: as a rule they have, while the module ran."""
+        try:
+            self.reducer.communicator.settle()
         except BaseException as error:
             self.reducer.fail_in_epoch(error)
             raise

@@ -26,6 +26,7 @@ from ddpx.operations import (
     Wait,
     action,
     compute,
+    end_waits,
 )
 from ddpx.program import (
     READY,
@@ -52,6 +53,15 @@ class Plan(Protocol):
         """The peer that the longest of these waits was for; this rank where it waited for nobody."""
 
     def run(self) -> None: ...
+
+
+def without_end_waits(plan: Plan) -> Callable[[], None]:
+    """`plan.run`, but waits at its end, for peers to have read or written here, are put off until `settle`.
+
+    Its buffer belongs to the plan until then. Where peers' memory is not read there is nothing to put off.
+    """
+    run: Callable[[], None] = getattr(plan, "run_through", plan.run)
+    return run
 
 
 def compile_plan(
@@ -198,6 +208,7 @@ class _MappedPlan:
         self.peer_wait_s = 0.0
         self.last_peer = transport.rank
         self._calls: list[Callable[[int], object]] = [self._call(operation) for operation in operations]
+        self._ends = end_waits(operations)
 
     def _call(self, operation: Operation) -> Callable[[int], object]:
         match operation:
@@ -214,12 +225,22 @@ class _MappedPlan:
                 raise ValueError(f"only a compiled plan delivers: {operation}")
 
     def run(self) -> None:
+        self._run_first(len(self._calls))
+
+    def run_through(self) -> None:
+        base = self._run_first(len(self._calls) - len(self._ends))
+        for wait in self._ends:
+            self._transport.owe(wait.peer, base + wait.tick)
+
+    def _run_first(self, count: int) -> int:
+        """Run the first `count` operations. Returns the clock at the start."""
         base = self._transport.start()
         self.peer_wait_s, self._longest_s, self.last_peer = 0.0, 0.0, self._transport.rank
-        for call in self._calls:
+        for call in self._calls[:count]:
             call(base)
         self._transport.bytes_read += self.bytes_read
         self._transport.clock = base + self._ticks
+        return base
 
     def _wait(self, peer: int, clock: int) -> None:
         before = time.perf_counter()

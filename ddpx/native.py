@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ddpx.compiled import LIBRARY, Encoded, Kind, Outcome
-from ddpx.operations import Claim, Combine, Copy, Hold, Operation, Publish, Release, Wait
+from ddpx.operations import Claim, Combine, Copy, Hold, Operation, Publish, Release, Wait, end_waits
 from ddpx.transport import MappedTransport
 from ddpx.transport.shared_memory import HEADERS, SLICE_S, SharedMemory
 
@@ -81,6 +81,7 @@ class NativePlan:
         self._encoder = Encoder()
         self._array = (Encoded * len(operations))(*map(self._encode, operations))
         self._count = len(operations)
+        self._ends = end_waits(operations)
         self._outcome = Outcome()
 
     def _encode(self, operation: Operation) -> Encoded:
@@ -116,7 +117,16 @@ class NativePlan:
         return self._outcome.last_peer
 
     def run(self) -> None:
-        transport, count = self._transport, self._count
+        self._run_first(self._count)
+
+    def run_through(self) -> None:
+        base = self._run_first(self._count - len(self._ends))
+        for wait in self._ends:
+            self._transport.owe(wait.peer, base + wait.tick)
+
+    def _run_first(self, count: int) -> int:
+        """Run the first `count` operations. Returns the clock at the start."""
+        transport = self._transport
         base = transport.start()
         outcome = self._outcome
         outcome.wait_ns, outcome.longest_ns, outcome.last_peer = 0, 0, transport.rank
@@ -142,3 +152,4 @@ class NativePlan:
             position += 1
         transport.bytes_read += self.bytes_read
         transport.clock = base + self._ticks
+        return base

@@ -75,6 +75,16 @@ class Combine:
 Operation = Wait | Publish | Hold | Claim | Release | Copy | Combine
 
 
+def end_waits(operations: Sequence[Operation]) -> list[Wait]:
+    """The waits that a plan ends with: nothing in it comes after them."""
+    ends: list[Wait] = []
+    for operation in reversed(operations):
+        if not isinstance(operation, Wait):
+            break
+        ends.append(operation)
+    return ends[::-1]
+
+
 def compute(out: torch.Tensor, sources: Sequence[torch.Tensor], operation: str) -> Copy | Combine:
     return Copy(out, sources[0]) if len(sources) == 1 else Combine(out, tuple(sources), operation)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ddpx
 from ddpx import DDPX
+from ddpx.group import Group
 
 TINY_MB = 200 / 2**20  # buckets of 256 bytes
 MODES = ("naive", "bucketed", "overlapped")
@@ -185,6 +186,41 @@ def construction(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets", "process_group"])
 def test_ranks_start_from_rank_0_and_share_its_buffers_before_training_forwards(ranks, transport: str) -> None:
     ranks(3).run(construction, transport)
+
+
+class Announced(nn.Module):
+    """A module with a buffer; rank 0 tells the board when it has run."""
+
+    def __init__(self, rank: int, board: Group) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.full((4,), float(rank)))
+        self.rank, self.board = rank, board
+        self.announces = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += 1
+        if self.rank == 0 and self.announces:
+            self.board.gather("rank 0 has run", None)
+        return self.linear(x) + self.mean.sum()
+
+
+def runs_ahead(rank: int, world_size: int) -> list[list[float]]:
+    """The buffer after each of three forwards; after the first, rank 1 begins when rank 0's module has run."""
+    board = Group()
+    model = DDPX(Announced(rank, board), transport="shared_memory", timeout_s=10)
+    found = []
+    for turn in range(3):
+        model.module.announces = turn > 0
+        if rank and turn > 0:
+            board.gather("rank 0 has run", None)
+        model(torch.ones(2, 3)).sum().backward()
+        found.append(model.module.mean.tolist())
+    return found
+
+
+def test_rank_0_does_not_wait_for_the_readers_of_its_buffers(ranks) -> None:
+    assert ranks(2).run(runs_ahead) == [[[turn] * 4 for turn in (1.0, 2.0, 3.0)]] * 2
 
 
 def batch_norm(rank: int, world_size: int) -> tuple[list[float], list[float]]:

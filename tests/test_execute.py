@@ -20,7 +20,7 @@ from processes import Ranks
 from ddpx import native
 from ddpx.algorithms import ALGORITHMS, build
 from ddpx.communicator import Communicator
-from ddpx.execute import bind_mapped, compile_plan
+from ddpx.execute import bind_mapped, compile_plan, without_end_waits
 from ddpx.group import Group
 from ddpx.operations import Hold, Operation
 from ddpx.program import MappedProgram, mapped_programs
@@ -256,6 +256,28 @@ def overwrite_at_once(rank: int, world_size: int, wait_at_the_end: bool) -> bool
     return right
 
 
+def go_on_before_it_is_read(rank: int, world_size: int, name: str) -> bool:
+    """Rank 0 broadcasts, goes on before anybody has come to read, and overwrites its buffer once it has settled."""
+    with opened(name) as transport:
+        if rank and name == INTERPRETED:
+            transport = LateReader(transport.group)
+        elif name == INTERPRETED:
+            transport = SharedMemory(transport.group)
+        flat = transport.empty(10, torch.float32, CPU)
+        plan = compile_plan(build("broadcast", "direct", world_size), transport, flat)
+        right = True
+        for turn in range(1, 4):
+            if rank == 0:
+                flat.fill_(turn)
+                without_end_waits(plan)()
+            transport.group.gather("rank 0 has gone on", turn)
+            if rank:
+                plan.run()
+            transport.settle()
+            right &= bool((flat == turn).all())
+        return right
+
+
 def _without_end_waits(program: MappedProgram) -> MappedProgram:
     return MappedProgram(program.ready_published, program.steps, (), program.ticks)
 
@@ -378,6 +400,11 @@ def test_a_rank_waits_until_its_memory_has_been_read(ranks) -> None:
 
 def test_without_that_wait_peers_read_what_came_later(ranks) -> None:
     assert ranks(3).run(overwrite_at_once, False) == [True, False, False]
+
+
+@pytest.mark.parametrize("transport", [transport for transport in TRANSPORTS if transport != MESSAGES])
+def test_that_wait_may_be_put_off(ranks, transport: str) -> None:
+    assert ranks(3).run(go_on_before_it_is_read, transport) == [True] * 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -44,6 +44,30 @@ def test_the_caller_goes_on_while_a_task_runs(stream: ThreadStream) -> None:
     assert pending.started_s <= pending.ended_s <= time.perf_counter()
 
 
+def test_what_is_waited_for_at_once_runs_here_if_nothing_is_under_way(stream: ThreadStream) -> None:
+    ran: list[int] = []
+    here, go = threading.get_ident(), threading.Event()
+    stream.submit(nothing).wait(nothing, 10)
+    stream.run(lambda: ran.append(threading.get_ident())).wait(nothing, 10)
+    assert stream.is_idle and ran == [here]
+    before = stream.submit(lambda: (go.wait(), ran.append(0)))
+    behind = stream.run(lambda: ran.append(threading.get_ident()))
+    assert not stream.is_idle and not behind.done()
+    go.set()
+    behind.wait(nothing, 10)
+    assert before.done() and ran[1] == 0 and ran[2] != here
+
+
+def test_an_error_of_a_task_that_ran_here_is_raised_by_the_wait(stream: ThreadStream) -> None:
+    def fail() -> None:
+        raise PeerFailed("rank 3 says so")
+
+    pending = stream.run(fail)
+    assert pending.started_s <= pending.ended_s <= time.perf_counter()
+    with pytest.raises(PeerFailed, match="rank 3 says so"):
+        pending.wait(nothing, 10)
+
+
 def test_waiting_twice_is_fine(stream: ThreadStream) -> None:
     pending = stream.submit(nothing)
     for _ in range(3):

@@ -128,6 +128,9 @@ class MappedTransport(Protocol):
     def start(self) -> int:
         """The clock as a plan starts. Raises what ended an earlier one of this epoch: its clock would be misread."""
 
+    def owe(self, peer: int, clock: int) -> None:
+        """Put a wait at a plan's end off until `settle`."""
+
     def publish(self, clock: int) -> None:
         """Set this rank's clock, after all its earlier writes, and wake who waits for it."""
 

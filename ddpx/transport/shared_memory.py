@@ -198,6 +198,7 @@ class SharedMemory:
         self.scratch: torch.Tensor | None = None
         self.delivers = False
         self._failure: Error | None = None  # what ended a plan in this epoch
+        self._owed: dict[int, int] = {}  # peer -> the clock it has to reach before this rank's memory is its own again
         self._broken: Error | None = None  # what makes all epochs impossible from here on
         self._failed_epoch = -2  # the last one in which this rank failed
         self._arenas: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
@@ -279,6 +280,7 @@ class SharedMemory:
             self._own.write_header(epoch, header)
         self.clock = epoch << 32
         self._failure = None
+        self._owed = {}
 
     def fail(self, message: str) -> None:
         """Tell everybody that this rank failed in its present epoch, and why."""
@@ -355,6 +357,15 @@ class SharedMemory:
         if self._failure is not None:
             raise self._failure
         return self.clock
+
+    def owe(self, peer: int, clock: int) -> None:
+        self._owed[peer] = clock  # of all plans in this epoch: clocks grow
+
+    def settle(self) -> None:
+        """Make the waits that plans of this epoch have put off."""
+        owed, self._owed = self._owed, {}
+        for peer, clock in owed.items():
+            self.wait(peer, clock)
 
     def wait(self, peer: int, clock: int) -> None:
         try:
