@@ -328,11 +328,6 @@ class Communicator:
         """Run a plan that the caller will wait for at once: in its own thread where waits there look at the peers."""
         return self.stream.run(run) if isinstance(self.transport, SharedMemory) else self.stream.submit(run)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether `run` would run in the caller's own thread."""
-        return isinstance(self.transport, SharedMemory) and self.stream.is_idle
-
     def settle(self) -> None:
         """Make the waits that plans run `without_end_waits` in this epoch have put off."""
         if isinstance(self.transport, SharedMemory):

@@ -124,10 +124,6 @@ class _AnnotatedCommunicator(Communicator):
         self._bucket_of[id(pending)] = plan.index
         return pending
 
-    @property
-    def is_idle(self) -> bool:
-        return False
-
     def run(self, run: Callable[[], None]) -> Pending:
         """On the communication thread, as all communication in a trace; without one, plans may run in the caller's."""
         return self.start(run)

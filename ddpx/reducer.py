@@ -11,10 +11,6 @@ Note: rehearsal. In the first round nothing is written before backward ends. It 
 arrive (rank 0's counts for all), so the arena is laid out once, in that order. A parameter whose hook fires in a nested
 backward (reentrant checkpointing) may fire again, so it always waits for the end of the round.
 
-Note: the last bucket. Handing a plan to another thread and waiting for it costs two wake-ups. The last bucket is full
-when backward is as good as over, so where that was so in the round before, and the communication thread has nothing to
-do, it is run at the end of backward by the thread that waits for it. No rank needs to know what the others do here.
-
 The three modes are this one machine with two switches: one bucket a parameter or fixed-size ones, and when they launch.
 """
 
@@ -98,12 +94,10 @@ class Round:
     arrivals: list[int] = field(default_factory=list)
     small: list[Slot] = field(default_factory=list)  # arrived, and to be written together
     shadow: bool = False  # this rank has no inputs and brings zeros
-    full_s: float = math.inf  # when all buckets were full and written, if that was before backward had ended
     lays_out: bool = False  # in this round the arena is laid out
 
 
 NO_TASK = -1
-TAIL_S = 100e-6  # what it takes to wake another thread
 UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
 
 
@@ -162,7 +156,6 @@ class Reducer:
         self._writes_together = options.nonfinite == "ignore"
         self._divisor: float = communicator.group.world_size
         self._round: Round | None = None
-        self._tail_s = math.inf  # in the round before, from its `full_s` to the end of backward
         self._rehearsed = False
         self._first_unused: set[int] | None = None  # where that is allowed: what had no gradient in the first round
         self.graph_changed = False  # and whether that has been otherwise since
@@ -176,7 +169,6 @@ class Reducer:
         if options.check_replicas_every and communicator.group.world_size > 1:
             self._replicas = ReplicaCheck(communicator, replicated, options.check_replicas_every)
         self._notice_other_reducers()
-        _REDUCERS.add(self)
         me = weakref.ref(self)
         self._handles = [slot.param.register_post_accumulate_grad_hook(_gradient_hook(me, slot)) for slot in self.slots]
 
@@ -453,32 +445,20 @@ class Reducer:
         if current.small:
             self._write_small(current)
         while current.next_launch < len(self.buckets) and not self.buckets[current.next_launch].missing:
-            if current.next_launch == len(self.buckets) - 1:
-                current.full_s = time.perf_counter()
-                if self._may_run_last_bucket_here():
-                    return  # `_end` runs it here, sooner than another thread would wake up
             try:
                 self._launch(self.buckets[current.next_launch])
             except Exception as error:  # a communication hook's
                 self._fail_round(self._explain(error), error)
             current.next_launch += 1
 
-    def _may_run_last_bucket_here(self) -> bool:
-        if self._hook is not None or self._tail_s >= TAIL_S or not self.communicator.is_idle:
-            return False
-        # Rounds of two wrappers may end in another order on another rank, where one would wait for the other.
-        return not any(other._round is not None for other in _REDUCERS if other is not self)
-
-    def _launch(self, bucket: Bucket, here: bool = False) -> None:
-        """Start the bucket's plan; `here` if this thread will wait for it at once."""
+    def _launch(self, bucket: Bucket) -> None:
         if self._hook is not None and self._hook.goes_one_at_a_time(bucket):
             self._wait(self.buckets[bucket.index - 1])
         bucket.launched_s = time.perf_counter()
         if self._hook is not None:
             bucket.pending = self._hook.launch(bucket, len(self.buckets))
         else:
-            start = self.communicator.run if here else self.communicator.start
-            bucket.pending = start(bucket.plan.run)
+            bucket.pending = self.communicator.start(bucket.plan.run)
 
     # ---- The end of a round
 
@@ -497,7 +477,7 @@ class Reducer:
             waiting_s = time.perf_counter()
             while current.next_launch < len(self.buckets):
                 bucket = self.buckets[current.next_launch]
-                self._launch(bucket, here=bucket is self.buckets[-1])
+                self._launch(bucket)
                 current.next_launch += 1
                 if self.policy.wait_for_each:
                     self._wait(bucket)
@@ -521,7 +501,6 @@ class Reducer:
         self.has_local = False
         self.last_arrivals = current.arrivals
         self.forward_s, self._done_s = 0.0, done_s
-        self._tail_s = math.inf if math.isinf(current.full_s) else ended_s - current.full_s
         self._record = (current, ended_s, waiting_s, done_s)
         if self.after_round is not None and not current.shadow:
             self.after_round()
@@ -847,9 +826,6 @@ class Reducer:
             max((int((self.buckets[number].ready_s - began_s) * 1e9) for number in slot.buckets), default=0)
             for slot in self.slots
         ]
-
-
-_REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()  # of this process
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[Tensor, int, int]]:

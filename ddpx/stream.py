@@ -36,10 +36,6 @@ class Pending(Protocol):
 class Stream(Protocol):
     def submit(self, task: Task) -> Pending: ...
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether `run` runs a task in the calling thread."""
-
     def run(self, task: Task) -> Pending:
         """Submit a task that the caller will wait for at once. It may have ended when this returns."""
 
@@ -108,13 +104,9 @@ class ThreadStream:
         self._line.tasks.put(pending)
         return pending
 
-    @property
-    def is_idle(self) -> bool:
-        return self._last is None or self._last.done()
-
     def run(self, task: Task) -> Pending:
         """In the calling thread where that is in order, which saves two hand-overs between threads."""
-        if not self.is_idle:
+        if self._last is not None and not self._last.done():
             return self.submit(task)
         pending = _ThreadPending(task, self._line.generation)
         pending.run(self._line.generation)
@@ -206,10 +198,6 @@ class CudaStream:
             task()
             end.record()
         return _CudaPending(begin, end, self)
-
-    @property
-    def is_idle(self) -> bool:
-        return False
 
     def run(self, task: Task) -> Pending:
         return self.submit(task)

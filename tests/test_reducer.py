@@ -5,9 +5,6 @@ Gradients of the models here are integers and multiples of the world size, so th
 
 import hashlib
 import itertools
-import math
-import threading
-import unittest.mock
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpx import DDPX
-from ddpx.execute import Plan
 
 MODES = ("naive", "bucketed", "overlapped")
 TRANSPORTS = ("shared_memory", "sockets", "process_group")
@@ -168,52 +164,17 @@ def launches(rank: int, world_size: int) -> dict[str, dict[str, object]]:
     return found
 
 
-class Noted:
-    """A plan, and the threads that have run it."""
-
-    peer_wait_s, last_peer = 0.0, 0
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.threads: list[int] = []
-
-    def run(self) -> None:
-        self.threads.append(threading.get_ident())
-        self.plan.run()
-
-
-def where_buckets_run(rank: int, world_size: int, tail_s: float) -> list[bool]:
-    """By round from the second on, whether the one bucket was reduced in the thread of backward, on rank 0 at most."""
-    model = DDPX(Chain(5, 5, 1))
-    with unittest.mock.patch("ddpx.reducer.TAIL_S", tail_s if rank == 0 else 0.0):
-        for turn in range(4):
-            batches = [[integers(4, 5, seed=10 * turn + peer)] for peer in range(world_size)]
-            loss_of(model(batches[rank][0]), world_size).backward()
-            means = expected_means(lambda: Chain(5, 5, 1), batches, lambda output: loss_of(output, world_size))
-            assert_equal(gradients(model), means, turn)
-            model.zero_grad()
-            if turn == 0:
-                (bucket,) = model.reducer.buckets
-                bucket.plan = noted = Noted(bucket.plan)
-    return [thread == threading.get_ident() for thread in noted.threads]
-
-
-def test_the_last_bucket_runs_where_it_is_waited_for_if_backward_ends_with_it(ranks) -> None:
-    assert ranks(2).run(where_buckets_run, math.inf) == [[False, True, True], [False, False, False]]
-
-
 def ends_in_another_order(rank: int, world_size: int) -> None:
     """Two wrappers in one backward, in another order on each rank."""
     models = [DDPX(Chain(5, 5, 1), timeout_s=10) for _ in range(2)]
-    with unittest.mock.patch("ddpx.reducer.TAIL_S", math.inf):
-        for turn in range(4):
-            batches = [[integers(4, 5, seed=10 * turn + peer)] for peer in range(world_size)]
-            outputs = [model(batches[rank][0]) for model in (models if rank or turn == 0 else models[::-1])]
-            loss_of(outputs[0] + outputs[1], world_size).backward()
-            means = expected_means(lambda: Chain(5, 5, 1), batches, lambda output: loss_of(output, world_size))
-            for model in models:
-                assert_equal(gradients(model), means, turn)
-                model.zero_grad()
+    for turn in range(4):
+        batches = [[integers(4, 5, seed=10 * turn + peer)] for peer in range(world_size)]
+        outputs = [model(batches[rank][0]) for model in (models if rank or turn == 0 else models[::-1])]
+        loss_of(outputs[0] + outputs[1], world_size).backward()
+        means = expected_means(lambda: Chain(5, 5, 1), batches, lambda output: loss_of(output, world_size))
+        for model in models:
+            assert_equal(gradients(model), means, turn)
+            model.zero_grad()
 
 
 def test_two_wrappers_may_end_in_another_order_on_another_rank(ranks) -> None:
