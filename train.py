@@ -130,8 +130,8 @@ def _check(args: argparse.Namespace) -> Corpus | None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if args.device == "cuda" and torch.cuda.device_count() <= local_rank:
         raise ValueError(f"--device cuda: local rank {local_rank} has no GPU, there are {torch.cuda.device_count()}")
-    if args.device == "cuda" and args.transport == "shared_memory":
-        raise ValueError("--transport shared_memory joins CPU ranks; on GPUs it is process_group")
+    if args.device == "cuda" and args.transport not in ("auto", "process_group"):
+        raise ValueError(f"--transport {args.transport} joins CPU ranks; on GPUs it is process_group")
     if args.algorithm != "auto":
         build("all_reduce", args.algorithm, world_size)
     if args.link is None:

@@ -62,7 +62,8 @@ class DDPX(nn.Module, Joinable):
         mode: "overlapped" launches a bucket when it is full; "bucketed" all after backward; "naive" one parameter at a
             time, waiting for each.
         algorithm: of the all-reduce: "auto", "ring", "tree", "direct" and whatever ddpx.algorithms lists.
-        transport: "auto", "shared_memory" (ranks of one host) or "process_group" (torch.distributed messages).
+        transport: "auto"; "shared_memory" (ranks of one host), "sockets" (TCP of our own), "process_group"
+            (torch.distributed messages) or "hierarchical" (shared memory in a host, messages between hosts).
         link: emulate a slow network, as Link or text such as "200us,1GB/s".
         timeout_s: deadline of every wait; default the process group's.
         check_replicas_every: compare a few megabytes of parameters over the ranks once in so many backwards; 0: never.
