@@ -7,8 +7,8 @@
     python profiles/slow_network.py --out DIR --parts hierarchical # all-reduce, two hosts of two ranks, and of one rank
 
 Parts add to what the folder has. A step is forward, backward and optimizer (SGD) of GPT nano, from a barrier on, on the
-slowest rank, all modes in turns: over sockets of our own, as `auto` chooses between hosts, and over gloo. The batch is chosen so that
-communication takes about as long as backward. The bound
+slowest rank, all modes in turns: over sockets of our own, which `auto` takes between hosts, and over gloo. The batch is
+chosen so that communication takes about as long as backward. The bound
 that no schedule can beat: forward + max(backward, communication) + the last bucket + optimizer, where the times of
 computing are local's medians, and communication is the median of the buckets' all-reduces run one after another with
 nothing else going on. Hierarchical all-reduce is held against our flat ring and gloo's own, over the same four ranks;
