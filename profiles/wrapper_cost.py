@@ -215,7 +215,7 @@ def main() -> None:
         "small_step": {name: found.as_dict() for name, found in steps.items()},
         "hooks": {},
     }
-    for transport in ("shared_memory", "process_group"):
+    for transport in ("shared_memory", "sockets", "process_group"):
         found = hooks(args.parameters, args.width, args.large_mib << 18, args.steps, transport)
         document["hooks"][transport] = {
             mode: {
