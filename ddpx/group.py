@@ -131,9 +131,10 @@ class Group:
         return [value for _, value in notes]
 
     def leave(self, topic: str, value: Any) -> None:
-        """Let peers read this rank's `value`, in place of what it left there before."""
+        """Let peers read this rank's `value`, in place of what it left there before, unless the board is gone."""
         if self.world_size > 1:
-            self._whole.set(f"left/{topic}/{self.ranks[self.rank]}", pickle.dumps(value))  # type: ignore[arg-type]
+            with contextlib.suppress(RuntimeError):
+                self._whole.set(f"left/{topic}/{self.ranks[self.rank]}", pickle.dumps(value))  # type: ignore[arg-type]
 
     def left(self, topic: str, rank: int) -> Any:
         """What a rank left last; None if nothing, or the board is gone."""

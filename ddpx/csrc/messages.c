@@ -38,6 +38,7 @@ typedef struct {
 
 typedef struct {
     int fd, low;
+    int shut; /* nothing can be sent any more; what came is still there to read */
     label came;
     queue in, out;
 } connection;
@@ -57,6 +58,10 @@ mesh *ddpx_mesh(int64_t n) {
     m->n = n;
     m->waits_for = -1;
     m->polled = calloc(n, sizeof *m->polled);
+    if (!m->polled) {
+        free(m);
+        return NULL;
+    }
     for (int64_t peer = 0; peer < n; peer++) m->of[peer].fd = -1;
     return m;
 }
@@ -80,13 +85,22 @@ static int64_t wrong(mesh *m, int64_t peer, int64_t how) {
     return how;
 }
 
-/* Moves what moves without waiting. */
+/* Moves what moves without waiting. A peer that has closed may have sent all I need before, so that nothing can be sent
+ * to it is wrong only once somebody waits for that. */
 static int64_t move(mesh *m, int64_t peer, int sent) {
     connection *c = &m->of[peer];
     queue *q = sent ? &c->out : &c->in;
-    while (q->ended < q->posted) {
+    while (q->ended < q->posted && !(sent && c->shut)) {
         message *first = &q->ring[q->ended % q->capacity];
         uint64_t head = sizeof(label), whole = head + first->says.bytes, at = q->passed > head ? q->passed - head : 0;
+        if (!sent && q->passed >= head && memcmp(&c->came, &first->says, head)) {
+            memcpy(m->wrong + 1, &c->came, head), memcpy(m->wrong + 4, &first->says, head);
+            return wrong(m, peer, OTHER);
+        }
+        if (q->passed == whole) {
+            q->passed = 0, q->ended++;
+            continue;
+        }
         struct iovec parts[2] = {{(char *)(sent ? &first->says : &c->came) + q->passed, head - q->passed},
                                  {first->at + at, first->says.bytes - at}};
         struct msghdr rest = {.msg_iov = parts, .msg_iovlen = 2};
@@ -94,13 +108,9 @@ static int64_t move(mesh *m, int64_t peer, int sent) {
         ssize_t bytes = sent ? sendmsg(c->fd, &rest, MSG_DONTWAIT | MSG_NOSIGNAL) : recvmsg(c->fd, &rest, MSG_DONTWAIT);
         if (bytes < 0 && errno == EINTR) continue;
         if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return WELL;
-        if (bytes <= 0) return wrong(m, peer, CLOSED);
-        q->passed += bytes;
-        if (!sent && q->passed >= head && memcmp(&c->came, &first->says, head)) {
-            memcpy(m->wrong + 1, &c->came, head), memcpy(m->wrong + 4, &first->says, head);
-            return wrong(m, peer, OTHER);
-        }
-        if (q->passed == whole) q->passed = 0, q->ended++;
+        if (bytes <= 0 && sent) c->shut = 1;
+        else if (bytes <= 0) return wrong(m, peer, CLOSED);
+        else q->passed += bytes;
     }
     return WELL;
 }
@@ -108,6 +118,7 @@ static int64_t move(mesh *m, int64_t peer, int sent) {
 /* The number of the message in its direction, from 1 on. A send begins at once; what is wrong with it shows at a wait. */
 uint64_t ddpx_mesh_post(mesh *m, int64_t peer, void *at, uint64_t bytes, int sent) {
     queue *q = sent ? &m->of[peer].out : &m->of[peer].in;
+    if (q->posted - q->ended == q->capacity) move(m, peer, sent); /* perhaps nobody has waited for long */
     if (q->posted - q->ended == q->capacity) {
         uint64_t capacity = q->capacity ? 2 * q->capacity : 64;
         message *ring = malloc(capacity * sizeof *ring);
@@ -125,21 +136,22 @@ uint64_t ddpx_mesh_post(mesh *m, int64_t peer, void *at, uint64_t bytes, int sen
 
 /* Sleeps until something can move. The kernel wakes me for LOW_BYTES, the end of a message, or that of a connection. */
 static void sleep_until_some_moves(mesh *m, int64_t left_ns) {
-    nfds_t count = 0;
     for (int64_t peer = 0; peer < m->n; peer++) {
         connection *c = &m->of[peer];
         short events = 0;
-        if (c->out.ended < c->out.posted) events |= POLLOUT;
+        if (c->out.ended < c->out.posted && !c->shut) events |= POLLOUT | POLLRDHUP;
         if (c->in.ended < c->in.posted) {
             events |= POLLIN;
             uint64_t rest = sizeof(label) + c->in.ring[c->in.ended % c->in.capacity].says.bytes - c->in.passed;
             int low = rest < LOW_BYTES ? (int)rest : LOW_BYTES;
             if (low != c->low && !setsockopt(c->fd, SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low)) c->low = low;
         }
-        if (events) m->polled[count++] = (struct pollfd){c->fd, events, 0};
+        m->polled[peer] = (struct pollfd){events ? c->fd : -1, events, 0};
     }
     struct timespec t = {left_ns / 1000000000LL, left_ns % 1000000000LL};
-    ppoll(m->polled, count, &t, NULL);
+    if (ppoll(m->polled, m->n, &t, NULL) > 0)
+        for (int64_t peer = 0; peer < m->n; peer++)
+            if (m->polled[peer].revents & POLLRDHUP) m->of[peer].shut = 1; /* a full peer that left takes no more */
 }
 
 static int64_t arrive(mesh *m, int64_t peer, int sent, uint64_t ended, int64_t timeout_ns, outcome *result) {
@@ -150,6 +162,7 @@ static int64_t arrive(mesh *m, int64_t peer, int sent, uint64_t ended, int64_t t
         for (int64_t other = 0; other < m->n; other++)
             if ((how = move(m, other, 1)) || (how = move(m, other, 0))) return how;
         if (q->ended >= ended) break;
+        if (sent && m->of[peer].shut) return wrong(m, peer, CLOSED);
         if (left <= 0) return wrong(m, peer, LATE);
         sleep_until_some_moves(m, left);
         left = began + timeout_ns - now_ns();

@@ -4,14 +4,19 @@ The thread that runs a plan moves the bytes itself, without the GIL, and is woke
 Every message says in which epoch and with which header it was sent, so ranks out of step find out with no message more.
 """
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
+import selectors
 import socket
+import struct
+import termios
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,10 +30,15 @@ from ddpx.transport.connected import Connected, Post
 from ddpx.transport.process_group import ProcessGroup
 
 WELL, CLOSED, LATE, OTHER = range(4)  # how a wait in the library ends
+ESTABLISHED = 1  # in the first byte of TCP_INFO
 HELLO_BYTES = 32
 NOTHING = torch.empty(0)
 HINT = "GLOO_SOCKET_IFNAME names the network interface to use."
 CONNECT_S = 30.0  # for connections among ranks that are all there
+STRANGERS = 128  # who may wait to be taken in, beside our ranks
+LOOK_S = 0.5  # how often to look after those that have not connected yet
+LEAVE_S = 5.0  # the most to wait at the end for peers that have not taken in what was sent
+MOST_S = 1e9  # the library counts nanoseconds in 64 bits
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a host without power is noticed in 2 minutes
 
 
@@ -65,7 +75,7 @@ class Sockets(Connected):
             return Offer(reason="the compiled helper was not built")
         try:
             family, address = own_address()
-            self._listener = socket.create_server((address, 0), family=family, backlog=self.world_size)
+            self._listener = socket.create_server((address, 0), family=family, backlog=self.world_size + STRANGERS)
         except OSError as error:
             return Offer(reason=str(error))
         address, port = self._listener.getsockname()[:2]
@@ -78,7 +88,8 @@ class Sockets(Connected):
                 if offer.reason:
                     raise Error(f"ranks cannot connect by sockets of their own: rank {rank}: {offer.reason}")
             assert listener is not None
-            mesh = Mesh(self, _connect(self.rank, offers, listener, min(CONNECT_S, self.timeout_s)))
+            peers = _connect(self.rank, offers, listener, min(CONNECT_S, self.timeout_s), self.group.is_dead)
+            mesh = Mesh(self, peers)
             mesh.label(*self._label)
             return mesh
         finally:
@@ -117,6 +128,11 @@ class Sockets(Connected):
             self.refuse(RuntimeError("timed out" if how == LATE else "connection closed"), mesh.wrong()[0])
         self.check_open(mesh)
 
+    def close(self) -> None:
+        if self._connections is not None:
+            self._connections.linger()
+        super().close()
+
     def _mismatch(self, peer: int, theirs: Sequence[int], mine: Sequence[int]) -> Mismatch:
         """What to tell of two labels: bytes, epoch, header."""
         if self._is_call or theirs[1:] == mine[1:]:
@@ -148,11 +164,13 @@ class Mesh:
         self._library = LIBRARY
         self._transport = weakref.proxy(transport)
         self.peers = peers
+        self.is_open = True
         self.handle = LIBRARY.ddpx_mesh(transport.world_size)
         if not self.handle:
             raise MemoryError(f"rank {transport.rank} has no memory for connections")
-        weakref.finalize(self, LIBRARY.ddpx_mesh_free, self.handle)
-        self.timeout_ns = int(transport.timeout_s * 1e9)
+        # Not as the interpreter exits: a thread may be at work in there.
+        weakref.finalize(self, LIBRARY.ddpx_mesh_free, self.handle).atexit = False
+        self.timeout_ns = int(min(transport.timeout_s, MOST_S) * 1e9)
         self._outcome = Outcome()
         for peer, connection in peers.items():
             LIBRARY.ddpx_mesh_connect(self.handle, peer, connection.fileno())
@@ -186,7 +204,20 @@ class Mesh:
         words = self._library.ddpx_mesh_wrong(self.handle)
         return words[0], words[1:4], words[4:7]
 
+    def linger(self) -> None:
+        """Wait until the peers' kernels have what was sent, for LEAVE_S at most.
+
+        Where something unread lies here, such as a greeting, or comes later, closing a connection resets it. A peer
+        still reads what has come by then; what has not left is lost.
+        """
+        deadline = time.monotonic() + LEAVE_S
+        pause_s = 0.0002
+        while any(map(_unsent_bytes, self.peers.values())) and time.monotonic() < deadline:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+
     def close(self) -> None:
+        self.is_open = False
         for connection in self.peers.values():
             with contextlib.suppress(OSError):  # closed by the peer already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -232,7 +263,9 @@ def own_address() -> tuple[int, str]:
     return family, str(where[0])
 
 
-def _connect(rank: int, offers: Sequence[Offer], listener: socket.socket, timeout_s: float) -> dict[int, socket.socket]:
+def _connect(
+    rank: int, offers: Sequence[Offer], listener: socket.socket, timeout_s: float, is_dead: Callable[[int], bool]
+) -> dict[int, socket.socket]:
     """Connect to each lower rank, then take in each higher one: a listener holds who came before it was asked."""
     peers = {}
     for peer, offer in enumerate(offers[:rank]):
@@ -242,21 +275,22 @@ def _connect(rank: int, offers: Sequence[Offer], listener: socket.socket, timeou
         except OSError as error:
             raise OSError(f"rank {peer} at {offer.address}, port {offer.port}: {error}. {HINT}") from error
         peers[peer] = connection
+    missing = set(range(rank + 1, len(offers)))
     deadline = time.monotonic() + timeout_s
-    while len(peers) < len(offers) - 1:
-        missing = [peer for peer in range(rank + 1, len(offers)) if peer not in peers]
-        listener.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            hello = connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
-        except TimeoutError as error:
-            raise OSError(f"{ranks_text(missing)} did not come within {timeout_s:.0f} s. {HINT}") from error
-        peer = int.from_bytes(hello[-4:], "big")
-        if secrets.compare_digest(hello[:-4], offers[rank].token) and peer in missing:
-            peers[peer] = connection
-        else:
-            connection.close()  # nobody of us
+    with contextlib.closing(_Door(listener)) as door:
+        while missing:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise OSError(f"{ranks_text(sorted(missing))} did not come within {timeout_s:.0f} s. {HINT}")
+            for hello, connection in door.greeted(min(left_s, LOOK_S)):
+                peer = int.from_bytes(hello[-4:], "big")
+                if secrets.compare_digest(hello[:-4], offers[rank].token) and peer in missing:
+                    missing.remove(peer)
+                    peers[peer] = connection
+                else:
+                    connection.close()  # nobody of us
+            for peer in filter(is_dead, missing):
+                raise OSError(f"rank {peer} is gone: its process ended before it had connected")
     for connection in peers.values():
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -264,6 +298,60 @@ def _connect(rank: int, offers: Sequence[Offer], listener: socket.socket, timeou
         for option, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return peers
+
+
+class _Door:
+    """Takes in whoever connects, all at once: a stranger who says nothing keeps nobody waiting."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._guests = selectors.DefaultSelector()
+        self._guests.register(listener, selectors.EVENT_READ)
+
+    def greeted(self, timeout_s: float) -> Iterator[tuple[bytes, socket.socket]]:
+        """Who has said HELLO_BYTES meanwhile, and what."""
+        for key, _ in self._guests.select(timeout_s):
+            guest = key.fileobj
+            assert isinstance(guest, socket.socket)
+            if guest is self._listener:
+                with contextlib.suppress(BlockingIOError, ConnectionError):  # gone again
+                    guest, _ = guest.accept()
+                    guest.setblocking(False)
+                    self._guests.register(guest, selectors.EVENT_READ, bytearray())
+                continue
+            try:
+                part = guest.recv(HELLO_BYTES - len(key.data))
+            except OSError:
+                part = b""
+            key.data.extend(part)
+            if not part or len(key.data) == HELLO_BYTES:
+                self._guests.unregister(guest)
+                if part:
+                    yield bytes(key.data), guest
+                else:
+                    guest.close()
+
+    def close(self) -> None:
+        """Turn away who has not said enough."""
+        for key in list(self._guests.get_map().values()):
+            if key.fileobj is not self._listener:
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._guests.close()
+
+
+# ---- The end of a process --------------------------------------------------------------------------------------------
+
+
+def _unsent_bytes(connection: socket.socket) -> int:
+    """What the peer's kernel has still to take in; 0 where the peer has closed the connection."""
+    try:
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED:
+            return 0
+        (left,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return 0
+    return int(left)
 
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -277,3 +365,11 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+@atexit.register
+def _leave() -> None:
+    """A process may end without closing anything."""
+    for mesh in list(_MESHES):
+        if mesh.is_open:
+            mesh.linger()
