@@ -1,6 +1,5 @@
 """Connections of our own: what is sent arrives, what closes is noticed, and strangers bother nobody."""
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -11,6 +10,7 @@ import struct
 import termios
 import time
 import unittest.mock
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -178,7 +178,7 @@ def exits_while_its_thread_waits(rank: int, world_size: int) -> str:
     work = communicator.all_reduce(flat, async_op=True)
     assert work is not None
     time.sleep(0.2)
-    atexit._run_exitfuncs()  # as the interpreter does, while other threads are at work
+    weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as the interpreter exits, while threads are at work
     with pytest.raises(Error) as raised:
         work.wait()
     return str(raised.value)
@@ -290,3 +290,28 @@ def patient(rank: int, world_size: int) -> float:
 
 def test_a_deadline_may_lie_beyond_what_the_library_counts(ranks) -> None:
     assert ranks(2).run(patient) == [2.0, 2.0]
+
+
+def test_a_name_without_an_address_is_quoted(monkeypatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "nowhere")
+    with pytest.raises(OSError, match="MASTER_ADDR is 'nowhere', which has no address here.*GLOO_SOCKET_IFNAME"):
+        sockets.own_address()
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setattr(socket, "gethostname", lambda: "mars")
+    with pytest.raises(OSError, match="this host's name 'mars' has no address here.*GLOO_SOCKET_IFNAME"):
+        sockets.own_address()
+
+
+def tells_in_vain(rank: int, world_size: int) -> None:
+    group = Group()
+    group._whole = unittest.mock.Mock(set=unittest.mock.Mock(side_effect=RuntimeError("Broken pipe")))
+    group.leave("waits", (1, 2))
+
+
+def test_a_board_that_is_gone_takes_no_word_and_hides_no_error(ranks) -> None:
+    ranks(2).run(tells_in_vain)

@@ -86,7 +86,10 @@ class Sockets(Connected):
         try:
             for rank, offer in enumerate(offers):
                 if offer.reason:
-                    raise Error(f"ranks cannot connect by sockets of their own: rank {rank}: {offer.reason}")
+                    raise Error(
+                        f"ranks cannot connect by sockets of their own: rank {rank}: {offer.reason}. "
+                        "transport='process_group' sends by gloo instead."
+                    )
             assert listener is not None
             peers = _connect(self.rank, offers, listener, min(CONNECT_S, self.timeout_s), self.group.is_dead)
             mesh = Mesh(self, peers)
@@ -255,11 +258,19 @@ def own_address() -> tuple[int, str]:
         return (socket.AF_INET6 if ":" in address else socket.AF_INET), address
     master = os.environ.get("MASTER_ADDR")
     if master:
-        for family, kind, _, _, where in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+        try:
+            found = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)
+        except OSError as error:
+            raise OSError(f"MASTER_ADDR is {master!r}, which has no address here: {error}. {HINT}") from error
+        for family, kind, _, _, where in found:
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(where)  # sends nothing
                 return family, probe.getsockname()[0]
-    family, _, _, _, where = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0]
+    host = socket.gethostname()
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise OSError(f"this host's name {host!r} has no address here: {error}. {HINT}") from error
     return family, str(where[0])
 
 
