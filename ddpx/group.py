@@ -40,7 +40,7 @@ class Group:
                     f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, so training alone would leave the ranks apart."
                 )
             self.process_group: dist.ProcessGroup | None = None
-            self.rank, self.world_size, self.ranks = 0, 1, [0]
+            self.rank, self.world_size, self.ranks, self._members = 0, 1, [0], [0]
             self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
             return
         self._poll: Callable[[], None] | None = None
@@ -54,6 +54,7 @@ class Group:
         self.world_size = dist.get_world_size(self.process_group)
         self.ranks = dist.get_process_group_ranks(self.process_group)
         self.timeout_s = timeout_s or _timeout_s(process_group)
+        self._members = list(range(self.world_size))  # our ranks, as the whole group and `_processes` number them
         if self.world_size > 1:
             with self._told_when_the_board_is_gone("its first note"):
                 store = process_group.get_group_store()
@@ -62,7 +63,6 @@ class Group:
                 serial = store.add(f"ddpx/{series}/{self.rank}", 1)
                 self._store = self._whole = dist.PrefixStore(f"ddpx/{series}/{serial}", store)
                 self._processes = Processes(self._store, self.rank)
-            self._members = list(range(self.world_size))  # our ranks, as `_processes` numbers them
             self._notes = itertools.count()
 
     def withdraw(self) -> None:
@@ -79,11 +79,15 @@ class Group:
         part = copy.copy(self)
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), [self.ranks[r] for r in ranks]
         part._poll = None
+        part._members = [self._members[r] for r in ranks]
         if self.world_size > 1:
-            part._members = [self._members[r] for r in ranks]
             part._store = self.store(name)
             part._notes = itertools.count()
         return part
+
+    def known_as(self, rank: int) -> int:
+        """The number of our `rank` in the whole group that we are a part of: the one to tell users."""
+        return self._members[rank]
 
     def store(self, prefix: str) -> dist.PrefixStore:
         """A part of the board for somebody else's keys."""
@@ -113,10 +117,10 @@ class Group:
         while not self._store.check(keys):
             self._raise_if_hopeless(topic, keys)
             if time.monotonic() > deadline:
-                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                absent = [self.known_as(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise DeadlineExceeded(
-                    f"rank {self.rank} waited {self.timeout_s:.0f} s for {ranks_text(absent)} at '{topic}'. "
-                    "Every rank of the group has to get there: look at what these ranks were doing."
+                    f"rank {self.known_as(self.rank)} waited {self.timeout_s:.0f} s for {ranks_text(absent)} at "
+                    f"'{topic}'. Every rank of the group has to get there: look at what these ranks were doing."
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
@@ -126,7 +130,7 @@ class Group:
                 self._store.delete_key(key)
         topics = [their_topic for their_topic, _ in notes]
         if len(set(topics)) > 1:
-            calls = ", ".join(f"rank {rank}: '{their_topic}'" for rank, their_topic in enumerate(topics))
+            calls = ", ".join(f"rank {self.known_as(rank)}: '{topic}'" for rank, topic in enumerate(topics))
             raise PeerFailed(f"ranks do not do the same things in the same order ({calls}).")
         return [value for _, value in notes]
 
@@ -173,7 +177,7 @@ class Group:
             raise
         except RuntimeError as error:
             raise PeerLost(
-                f"rank {self.rank} lost the store of the process group, which rank 0 keeps as a rule, "
+                f"rank {self.known_as(self.rank)} lost the store of the process group, which rank 0 keeps as a rule, "
                 f"at '{topic}': {str(error).splitlines()[0]}. The output of rank 0 says why it ended."
             ) from error
 
@@ -185,7 +189,10 @@ class Group:
             self._poll()
         for rank, key in enumerate(keys):
             if self.is_dead(rank) and not self._store.check([key]):
-                raise PeerLost(f"rank {rank} is gone: its process ended while rank {self.rank} waited at '{topic}'.")
+                raise PeerLost(
+                    f"rank {self.known_as(rank)} is gone: its process ended while rank {self.known_as(self.rank)} "
+                    f"waited at '{topic}'."
+                )
 
 
 @contextlib.contextmanager

@@ -90,8 +90,10 @@ def assert_right(model: DDPX, world_size: int, step: int) -> None:
 # ---- A rank is killed ------------------------------------------------------------------------------------------------
 
 
-def killed_in_backward(rank: int, world_size: int, transport: str, algorithm: str) -> tuple[str, str, float]:
-    """Rank 1 dies by SIGKILL in the middle of its third backward; what the others see, and after how long."""
+def killed_in_backward(
+    rank: int, world_size: int, transport: str, algorithm: str, victim: int
+) -> tuple[str, str, float]:
+    """Rank `victim` dies by SIGKILL in the middle of its third backward; what the others see, and after how long."""
     model = wrapped(rank, transport, algorithm=algorithm)
     for step in range(2):
         model.zero_grad()
@@ -104,7 +106,7 @@ def killed_in_backward(rank: int, world_size: int, transport: str, algorithm: st
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        output = model(batch_of(2, rank), die if rank == 1 else None)
+        output = model(batch_of(2, rank), die if rank == victim else None)
         began = time.monotonic()
         output.square().sum().backward()
     except ddpx.Error as error:
@@ -113,22 +115,23 @@ def killed_in_backward(rank: int, world_size: int, transport: str, algorithm: st
 
 
 @pytest.mark.parametrize(
-    ("transport", "algorithm", "world_size"),
+    ("transport", "algorithm", "world_size", "victim"),
     [
-        *[(transport, algorithm, 3) for transport in TRANSPORTS for algorithm in ("direct", "ring", "tree")],
-        ("hierarchical", "auto", 4),
+        *[(transport, algorithm, 3, 1) for transport in TRANSPORTS for algorithm in ("direct", "ring", "tree")],
+        ("hierarchical", "auto", 4, 1),
+        ("hierarchical", "auto", 4, 3),  # the second one of its host
     ],
 )
 def test_a_rank_killed_in_backward_is_named_with_the_bucket_on_all_others(
-    transport: str, algorithm: str, world_size: int
+    transport: str, algorithm: str, world_size: int, victim: int
 ) -> None:
-    outcomes = attempt(killed_in_backward, world_size, transport, algorithm)
-    assert outcomes[1].exitcode == -signal.SIGKILL
-    for rank in set(range(world_size)) - {1}:
+    outcomes = attempt(killed_in_backward, world_size, transport, algorithm, victim)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for rank in set(range(world_size)) - {victim}:
         assert outcomes[rank].error is None, outcomes[rank].error
         kind, words, seconds = outcomes[rank].value
         assert kind in ("PeerLost", "PeerFailed"), kind
-        assert "rank 1 is gone" in words and "bucket" in words and "layers." in words, words
+        assert f"rank {victim} is gone" in words and "bucket" in words and "layers." in words, words
         assert seconds < 5
 
 

@@ -160,11 +160,12 @@ def header_of(kind: int, backwards: int, is_fresh: bool, frozen: int = 0, digest
 
 def header_mismatch(group: Group, mine: int, peer: int, theirs: int) -> str:
     """What to tell when this rank and `peer` entered the same epoch with different headers."""
-    rank = group.rank
+    rank, other = group.known_as(group.rank), group.known_as(peer)
     if mine >> DIGEST_AT != theirs >> DIGEST_AT:
-        buffers = group.left("buffers", rank), group.left("buffers", peer)
+        buffers = group.left("buffers", group.rank), group.left("buffers", peer)
         if buffers != (None, None):
-            return buffers_mismatch(rank, buffers[0] or {}, peer, buffers[1] or {})
+            return buffers_mismatch(rank, buffers[0] or {}, other, buffers[1] or {})
+    peer = other
     words = {
         IN_FORWARD: "is in a forward, sharing buffers",
         IN_BACKWARD: "is in a backward, reducing gradients",

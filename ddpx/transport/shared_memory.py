@@ -227,7 +227,7 @@ class SharedMemory:
                         raise OSError("another process has that number in this namespace")
                     segments.append(segment)
                 except OSError as error:
-                    problem = f"rank {self.rank} cannot map the {what} of rank {peer}: {error}"
+                    problem = f"{self._name()} cannot map the {what} of {self._name(peer)}: {error}"
                     break
             problems = [text for text in self.group.gather(f"mapped {what}", problem) if text]
         finally:
@@ -243,7 +243,7 @@ class SharedMemory:
         try:
             own = Segment.create(nbytes)
         except OSError as error:
-            message = f"rank {self.rank} got no {nbytes / 2**20:.1f} MiB of shared memory: {error}"
+            message = f"{self._name()} got no {nbytes / 2**20:.1f} MiB of shared memory: {error}"
             self.group.announce(message)
             raise Error(message) from error
         # New pages are zero, and become resident when they are written: in the round that lays an arena out, one by one
@@ -301,7 +301,7 @@ class SharedMemory:
             while peer != self.rank and page.writing and not self.group.is_dead(peer):
                 if time.monotonic() > deadline:
                     self._broken = DeadlineExceeded(
-                        f"rank {peer} has been writing a sum into the memory of rank {self.rank} for "
+                        f"{self._name(peer)} has been writing a sum into the memory of {self._name()} for "
                         f"{self.timeout_s:.0f} s: its process is stopped. Start the job again."
                     )
                     return
@@ -311,7 +311,7 @@ class SharedMemory:
         """Raise what made a peer shut its memory in the present epoch."""
         try:
             self.poll()
-            raise PeerFailed(f"a peer of rank {self.rank} has given up the present step and does not say why")
+            raise PeerFailed(f"a peer of {self._name()} has given up the present step and does not say why")
         except Error as error:
             self._failure = error
             raise
@@ -409,13 +409,13 @@ class SharedMemory:
             self._compare_headers(peer)  # a peer that entered another collective may never come to this one
             if self.group.is_dead(peer) and page.clock < clock:
                 raise PeerLost(
-                    f"rank {peer} is gone: its process ended while rank {self.rank} waited for it. "
+                    f"{self._name(peer)} is gone: its process ended while {self._name()} waited for it. "
                     "Its own output says why; the job has to be started again."
                 )
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {peer}, which is alive but did not come. "
-                    "It may be in other code, or make fewer steps than its peers."
+                    f"{self._name()} waited {self.timeout_s:.0f} s for {self._name(peer)}, which is alive but did not "
+                    "come. It may be in other code, or make fewer steps than its peers."
                 )
             _futex_wait(page.clock_address, seen & 0xFFFFFFFF, SLICE_S)
 
@@ -424,6 +424,10 @@ class SharedMemory:
         theirs, mine = self._pages[peer].header(epoch), self._own.header(epoch)
         if theirs is not None and mine is not None and theirs != mine:
             raise Mismatch(header_mismatch(self.group, mine, peer, theirs))
+
+    def _name(self, rank: int | None = None) -> str:
+        """Of a rank, this one by default, in words: as the whole group numbers it where this is one host of several."""
+        return f"rank {self.group.known_as(self.rank if rank is None else rank)}"
 
     def close(self) -> None:
         """Let go of the peers; tensors that still live keep their memory."""
