@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ddpx import native
+from ddpx.group import Group
 from ddpx.messages import MessagePlan, bind_rounds
 from ddpx.native_messages import compile_rounds
 from ddpx.operations import (
@@ -84,10 +85,11 @@ def compile_plan(
         wide = _scratch(transport, flat)
         return _WidenedPlan(flat, wide, compile_plan(schedule, transport, wide, operation, link, bounds, compiled))
     if isinstance(transport, Hosts):
-        parts: list[Plan] = []
+        parts: list[tuple[Plan, Group]] = []
         for phase in phases(schedule, tuple(map(tuple, transport.nodes)), transport.rank):
             part = transport.local if phase.local else transport.between
-            parts.append(compile_plan(phase.schedule, part, flat, operation, link, bounds, compiled))
+            plan = compile_plan(phase.schedule, part, flat, operation, link, bounds, compiled)
+            parts.append((plan, part.group))
         return _PhasedPlan(parts, transport.rank)
     if isinstance(transport, MappedTransport):
         deliver = transport.delivers and compiled and link is None and native.knows(operation, flat.dtype)
@@ -254,21 +256,24 @@ class _MappedPlan:
 class _PhasedPlan:
     """One plan after the other, on the same memory."""
 
-    def __init__(self, parts: Sequence[Plan], rank: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Plan, Group]], rank: int) -> None:  # each with the ranks it counts among
         self._parts = parts
         self._rank = rank
 
     def run(self) -> None:
-        for part in self._parts:
+        for part, _ in self._parts:
             part.run()
 
     @property
     def peer_wait_s(self) -> float:
-        return sum(part.peer_wait_s for part in self._parts)
+        return sum(part.peer_wait_s for part, _ in self._parts)
 
     @property
     def last_peer(self) -> int:
-        return max(self._parts, key=lambda part: part.peer_wait_s).last_peer if self._parts else self._rank
+        if not self._parts:
+            return self._rank
+        part, group = max(self._parts, key=lambda part: part[0].peer_wait_s)
+        return group.known_as(part.last_peer)
 
 
 class _WidenedPlan:

@@ -438,6 +438,25 @@ def test_one_host_shares_memory_and_several_send_messages(ranks) -> None:
     assert ranks(2).run(chosen, ["here", "there"]) == [MESSAGES] * 2
 
 
+def waits_inside_a_host(rank: int, world_size: int) -> int:
+    """Rank 3 comes late; whom this rank's longest wait was for."""
+    with unittest.mock.patch.dict(os.environ, {"DDPX_HOST_ID": f"host {rank // 2}"}):
+        communicator = Communicator(Group(timeout_s=20), transport="hierarchical")
+    plan = communicator.plan_all_reduce(communicator.empty(1000, torch.float32))
+    plan.run()
+    communicator.group.gather("ready", None)
+    if rank == 3:
+        time.sleep(0.2)
+    plan.run()
+    communicator.group.gather("end", None)
+    communicator.close()
+    return plan.last_peer
+
+
+def test_a_wait_inside_a_host_is_told_by_the_ranks_number_in_the_group(ranks) -> None:
+    assert ranks(4).run(waits_inside_a_host)[2] == 3
+
+
 def refused(rank: int, world_size: int) -> str:
     with pytest.raises(Error) as raised:
         chosen(rank, world_size, ["here", "there"], "shared_memory")
