@@ -338,6 +338,44 @@ def test_failures_at_random_are_recovered_from_again_and_again(ranks, transport:
             assert max(took, default=0) < 5
 
 
+class Forgotten:
+    """A wait that does not end when its connection closes, but at its time limit."""
+
+    def __init__(self, ending: Any) -> None:
+        self.ending = ending
+
+    def wait(self) -> None:
+        try:
+            self.ending.wait()
+        except RuntimeError:
+            time.sleep(8)
+            raise
+
+
+def forgotten_wait(rank: int, world_size: int) -> None:
+    """Rank 1 waits for a message when rank 2 fails, and goes on waiting through the next step."""
+    model = wrapped(rank, "process_group", timeout_s=5)
+    model(batch_of(0, rank)).square().sum().backward()
+    if rank == 1:
+        connections = model.reducer.communicator.transport._connections
+        posts = connections.posts
+
+        def forgotten(*messages: Any) -> Any:
+            for peer, post, sent, received in posts(*messages):
+                yield peer, (lambda post=post: Forgotten(post())), sent, received
+
+        connections.posts = forgotten
+    with pytest.raises((KeyError, ddpx.PeerFailed)):
+        model(batch_of(1, rank), boom if rank == 2 else None).square().sum().backward()
+    model.zero_grad()
+    model(batch_of(2, rank)).square().sum().backward()
+    assert_right(model, world_size, 2)
+
+
+def test_a_wait_that_closing_does_not_end_keeps_nobody_from_the_next_step(ranks) -> None:
+    ranks(3).run(forgotten_wait)
+
+
 def late_to_map(rank: int, world_size: int) -> str:
     """Rank 1 hears of a failure when it has mapped the arena of rank 0, which then comes to map that of rank 1."""
     model = wrapped(rank, "hierarchical", timeout_s=10)

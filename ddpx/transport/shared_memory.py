@@ -339,6 +339,10 @@ class SharedMemory:
     def disconnect(self) -> None:
         """Nothing to close: the next epoch's clock leaves this one behind."""
 
+    def is_stranded(self) -> bool:
+        """Never: every wait looks whether this rank has failed."""
+        return False
+
     # The clock
 
     def publish(self, clock: int) -> None:
