@@ -358,7 +358,9 @@ class Communicator:
         # The thread is at work, which ends, or in a wait, which has been ended. It has to be out of there before the
         # next epoch: what it does then, on buffers and clock, would be taken for that epoch's.
         while not self.stream.cancel(CANCEL_S):
-            self.transport.disconnect()
+            if self.transport.is_stranded():
+                self.stream.abandon()
+                break
         self._shut()
 
     def enter(self, number: int, header: int) -> None:

@@ -101,7 +101,8 @@ class Group:
     def gather(self, topic: str, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective: all ranks call it, in the same order and with one `topic`.
 
-        Raises DeadlineExceeded naming the ranks that did not come, PeerFailed when one of them announced a failure.
+        Raises DeadlineExceeded naming the ranks that did not come, PeerFailed when one of them announced a failure. A
+        rank that hears of one may leave when its value is there already, and its peers return: `look` tells them.
         """
         if self.world_size == 1:
             return [value]
@@ -160,6 +161,14 @@ class Group:
             return None
         return self._store.get(key).decode()
 
+    def look(self) -> None:
+        """Raise PeerFailed if a rank announced a failure: for good, or at the place where this rank gathers."""
+        message = self.announced()
+        if message is not None:
+            raise PeerFailed(message)
+        if self.world_size > 1 and self._poll is not None:
+            self._poll()
+
     def is_dead(self, rank: int) -> bool:
         """Whether the process of that rank is known to have ended: known of those on this host."""
         return self.world_size > 1 and self._processes.is_dead(self._members[rank])
@@ -182,11 +191,7 @@ class Group:
             ) from error
 
     def _raise_if_hopeless(self, topic: str, keys: list[str]) -> None:
-        message = self.announced()
-        if message is not None:
-            raise PeerFailed(message)
-        if self._poll is not None:
-            self._poll()
+        self.look()
         for rank, key in enumerate(keys):
             if self.is_dead(rank) and not self._store.check([key]):
                 raise PeerLost(

@@ -207,6 +207,8 @@ COMPUTE_ROW, COMM_ROW, OVERLAP_ROW = 0, 1, 2  # order of the threads in a viewer
 OVERLAP_TID = 1_000_001
 FLOW_IDS = 1_000_000_000  # above those of torch
 RANK_IDS = 1_000_000
+RANK_FLOW_IDS = 4 * FLOW_IDS
+NUMBERS = ("External id", "correlation", "Sequence number")  # by which slices of one process belong together
 
 
 def label_buckets(trace: dict[str, Any], rank: int) -> None:
@@ -334,7 +336,11 @@ def merge(folder: Path, path: Path) -> int:
             event["pid"] += rank * RANK_IDS
             event["ts"] = event.get("ts", 0) + shift_us
             if "id" in event:
-                event["id"] += rank * 4 * FLOW_IDS
+                event["id"] += rank * RANK_FLOW_IDS
+            args = event.get("args", {})
+            for name in NUMBERS:
+                if isinstance(args.get(name), int):
+                    args[name] += rank * RANK_FLOW_IDS
             events.append(event)
     if merged:
         _write({**merged, "traceEvents": events}, path)

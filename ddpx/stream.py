@@ -41,6 +41,8 @@ class Stream(Protocol):
 
     def cancel(self, timeout_s: float) -> bool: ...
 
+    def abandon(self) -> None: ...
+
     def close(self) -> bool: ...
 
 
@@ -92,9 +94,13 @@ class ThreadStream:
     """One daemon thread that runs tasks in order."""
 
     def __init__(self, name: str = "ddpx comm") -> None:
+        self._name = name
+        self._start()
+
+    def _start(self) -> None:
         self._line = _Line()
         self._last: Pending | None = None
-        self._thread = threading.Thread(target=_run_tasks, args=(self._line,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run_tasks, args=(self._line,), name=self._name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._line.tasks.put, None)  # a stream that is dropped without close() ends it, too
 
@@ -120,6 +126,11 @@ class ThreadStream:
         except DeadlineExceeded:
             return False
         return True
+
+    def abandon(self) -> None:
+        """Leave the thread to a wait that will not end soon, and go on with another one. It ends with its task."""
+        self._line.tasks.put(None)
+        self._start()
 
     def close(self) -> bool:
         """End the thread after what it still has to do, such as the part of a small plan that a slower peer needs.
@@ -205,6 +216,9 @@ class CudaStream:
     def cancel(self, timeout_s: float) -> bool:
         """Nothing to drop: tasks are on the device as soon as they are submitted."""
         return True
+
+    def abandon(self) -> None:
+        """Nothing to leave: no thread waits."""
 
     def close(self) -> bool:
         """The stream goes with its last reference."""

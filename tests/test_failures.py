@@ -341,6 +341,93 @@ def test_failures_at_random_are_recovered_from_again_and_again(ranks, transport:
             assert max(took, default=0) < 5
 
 
+class Forgotten:
+    """A wait that does not end when its connection closes, but at its time limit."""
+
+    def __init__(self, ending: Any) -> None:
+        self.ending = ending
+
+    def wait(self) -> None:
+        try:
+            self.ending.wait()
+        except RuntimeError:
+            time.sleep(8)
+            raise
+
+
+def forgotten_wait(rank: int, world_size: int) -> None:
+    """Rank 1 waits for a message when rank 2 fails, and goes on waiting through the next step."""
+    model = wrapped(rank, "process_group", timeout_s=5)
+    model(batch_of(0, rank)).square().sum().backward()
+    if rank == 1:
+        connections = model.reducer.communicator.transport._connections
+        posts = connections.posts
+
+        def forgotten(*messages: Any) -> Any:
+            for peer, post, sent, received in posts(*messages):
+                yield peer, (lambda post=post: Forgotten(post())), sent, received
+
+        connections.posts = forgotten
+    with pytest.raises((KeyError, ddpx.PeerFailed)):
+        model(batch_of(1, rank), boom if rank == 2 else None).square().sum().backward()
+    model.zero_grad()
+    model(batch_of(2, rank)).square().sum().backward()
+    assert_right(model, world_size, 2)
+
+
+def test_a_wait_that_closing_does_not_end_keeps_nobody_from_the_next_step(ranks) -> None:
+    ranks(3).run(forgotten_wait)
+
+
+def late_to_map(rank: int, world_size: int) -> str:
+    """Rank 1 hears of a failure when it has mapped the arena of rank 0, which then comes to map that of rank 1."""
+    model = wrapped(rank, "hierarchical", timeout_s=10)
+    communicator = model.reducer.communicator
+    board, local = communicator.group, communicator.transport.local.group
+    gather, fail = local.gather, communicator.fail
+
+    def until(topic: str) -> None:
+        deadline = time.monotonic() + 10
+        while board.left(topic, 1) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def gather_in_turn(topic: str, value: Any) -> list[Any]:
+        if rank == 1 and topic == "mapped arena":
+            board.leave("has mapped", True)
+        values = gather(topic, value)
+        if rank == 0 and topic == "share arena":
+            until("has left")
+        return values
+
+    def leave(message: str) -> None:
+        board.leave("has left", True)
+        fail(message)
+
+    def trip() -> None:
+        until("has mapped")
+        boom()
+
+    local.gather = gather_in_turn
+    if rank == 1:
+        communicator.fail = leave
+    said = ""
+    try:
+        model(batch_of(0, rank), trip if rank == 3 else None, 0).square().sum().backward()
+    except (ddpx.Error, KeyError) as error:
+        said = f"{type(error).__name__}: {error}"
+    model.zero_grad()
+    model(batch_of(1, rank)).square().sum().backward()
+    assert_right(model, world_size, 1)
+    return said
+
+
+def test_a_peer_that_left_for_a_failure_is_no_obstacle_to_sharing_memory(ranks) -> None:
+    *others, failed = ranks(4).run(late_to_map)
+    assert failed.startswith("KeyError")
+    for said in others:
+        assert said.startswith("PeerFailed: rank 3 failed in its backward"), said
+
+
 def first_step(rank: int, world_size: int, transport: str, failing: int) -> list[str]:
     """Rank `failing` raises in its first two backwards, while others begin to lay out the arena; then all is well."""
     model = DDPX(Model(), bucket_cap_mb=TINY_MB, transport=transport)

@@ -90,9 +90,16 @@ def test_a_segment_has_no_name_a_sealed_size_and_one_writer() -> None:
     with pytest.raises(TypeError, match="readonly"):
         theirs.memory[0:1] = b"x"
     assert "memfd:ddpx" in os.readlink(f"/proc/self/fd/{own.fd}")
+    address = own.address()
     own.close_fd()
     with pytest.raises(FileNotFoundError):
-        Segment.open(own.address(), writable=False)
+        Segment.open(address, writable=False)
+    other = Segment.create(10_000)
+    os.dup2(other.fd, address.fd)  # its number is used again
+    with pytest.raises(FileNotFoundError, match="has closed it"):
+        Segment.open(address, writable=False)
+    for number in {other.fd, address.fd}:
+        os.close(number)
     assert theirs.tensor(10, torch.float32)[0] == 3.0  # the mapping stays
 
 

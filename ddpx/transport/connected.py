@@ -144,6 +144,7 @@ class Connected:
         except Error:
             raise
         except RuntimeError as error:
+            self.check_open(connections)  # what a wait of an earlier epoch ends in is no affair of this one
             self.refuse(error, peer)
         self.check_open(connections)
 
@@ -225,6 +226,7 @@ class Connected:
         self.epoch = self._place = epoch
         self._heard_of, self._refused = None, None
         if self._connections is None:
+            self._waits_for = None
             self._connect()
         self._say(epoch, header)
 
@@ -241,6 +243,14 @@ class Connected:
         connections, self._connections = self._connections, None
         if connections is not None:
             connections.close()
+
+    def is_stranded(self) -> bool:
+        """Whether the thread at work is in a wait for a message that closing the connections has not ended.
+
+        gloo forgets a wait now and then when both ends of a connection close at once: it lasts until its time limit.
+        The thread may be left there: it touches nothing more, since what it finds are not the connections it knows.
+        """
+        return self._connections is None and self._waits_for is not None
 
     def poll(self) -> None:
         """Raise PeerFailed if a rank failed in the present epoch, or for good."""

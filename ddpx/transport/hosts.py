@@ -42,6 +42,9 @@ class Hosts:
     def disconnect(self) -> None:
         self.between.disconnect()
 
+    def is_stranded(self) -> bool:
+        return self.between.is_stranded()
+
     def poll(self) -> None:
         self.local.poll()
         self.between.poll()

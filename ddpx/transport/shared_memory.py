@@ -67,10 +67,11 @@ def host_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a peer finds a segment, and the token that proves it is the right one."""
+    """Where a peer finds a segment, and which file it is: the number means another one when the segment is closed."""
 
     pid: int
     fd: int
+    file: tuple[int, int]
     nbytes: int
 
 
@@ -115,12 +116,14 @@ class Segment:
         access = os.O_RDWR if writable else os.O_RDONLY
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
         try:
+            if _file_of(fd) != address.file:
+                raise FileNotFoundError(errno.ENOENT, "its rank has closed it")
             return cls(fd, address.nbytes, writable)
         finally:
             os.close(fd)
 
     def address(self) -> Address:
-        return Address(os.getpid(), self.fd, self.nbytes)
+        return Address(os.getpid(), self.fd, _file_of(self.fd), self.nbytes)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with warnings.catch_warnings():
@@ -233,6 +236,7 @@ class SharedMemory:
         finally:
             own.close_fd()
         if problems:
+            self.group.look()  # a peer that heard of a failure has left, and closed its segment
             raise Error(f"shared memory does not join these ranks: {problems[0]}. Use transport='process_group'.")
         return segments
 
@@ -334,6 +338,10 @@ class SharedMemory:
 
     def disconnect(self) -> None:
         """Nothing to close: the next epoch's clock leaves this one behind."""
+
+    def is_stranded(self) -> bool:
+        """Never: every wait looks whether this rank has failed."""
+        return False
 
     # The clock
 
@@ -454,6 +462,12 @@ def _futex_wait(address: int, expected: int, seconds: float) -> None:
     )
     if result and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
         raise OSError(ctypes.get_errno(), "futex")
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    """What tells an open file from all others."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _address_of(memory: mmap.mmap) -> int:
