@@ -231,7 +231,7 @@ def gone_before_it_connects(rank: int, world_size: int) -> tuple[str, float]:
     def die(*_: object) -> None:
         os._exit(1)
 
-    with unittest.mock.patch.object(sockets, "_connect", die if rank == 1 else sockets._connect):
+    with unittest.mock.patch.object(sockets, "introduce", die if rank == 1 else sockets.introduce):
         before = time.monotonic()
         with pytest.raises(Error) as raised:
             Communicator(Group(timeout_s=25), transport="sockets")
