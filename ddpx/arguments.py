@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddpx.guard import LocalSteps
-from ddpx.reducer import Options
+from ddpx.options import Options
 from ddpx.transport import Link
 
 DEFAULT_BUCKET_MB = 25.0

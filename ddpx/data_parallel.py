@@ -24,9 +24,11 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ddpx import checks
 from ddpx.arguments import MixedPrecision, Terms, bucket_sizes, buffer_rules, delayed_names, group_of
+from ddpx.autograd import reached_of, watch
 from ddpx.buffers import BufferSync, broadcast
 from ddpx.comm_hooks import HookRunner, builtin_hook, check_hook, expects_divergence
 from ddpx.communicator import Communicator
+from ddpx.ddp_reducer import DDPReducer
 from ddpx.drift import EVERY
 from ddpx.errors import DeadlineExceeded, ParametersChanged
 from ddpx.group import Group, announcing
@@ -34,8 +36,9 @@ from ddpx.guard import LocalSteps, guard_steps
 from ddpx.in_backward import step_all, take_over
 from ddpx.join import DDPXJoinHook, JoinContext, UnevenInputs, can_join
 from ddpx.logging_data import Logger, RunningTimes, logging_data
+from ddpx.options import POLICIES, Mode, NonFinite, Options
 from ddpx.outputs import tensors_in
-from ddpx.reducer import POLICIES, Mode, NonFinite, Options, Reducer, reached_of, watch
+from ddpx.reducer import Reducer
 from ddpx.registered import Registered
 from ddpx.sparse import sparse_parameters
 from ddpx.stats import StepStats
@@ -262,7 +265,7 @@ class DDPX(nn.Module, Joinable):
             _cast_buffers(self.modules_buffers, self._precision.buffer_dtype)
         self._buffer_sync = BufferSync(communicator)
         replicated = list(parameters.items()) if terms.init_sync else []
-        reducer = Reducer(trained, communicator, options, sparse_parameters(module), terms.delayed, replicated)
+        reducer = DDPReducer(trained, communicator, options, sparse_parameters(module), terms.delayed, replicated)
         reducer.after_round = _after_round(weakref.ref(self))
         self._registered = Registered(module, ignored)
         self._reducer = reducer
@@ -324,7 +327,7 @@ class DDPX(nn.Module, Joinable):
                 self.reducer.forward_failed(error)
             raise
         self._times.forward_s = (began_s, time.perf_counter())
-        self.reducer.forward_s += time.perf_counter() - began_s
+        self.reducer.recorder.forward_s += time.perf_counter() - began_s
         if shares:
             self._settle_buffers()
         if shares and self._buffer_hook_location() == POST_FORWARD:
@@ -356,7 +359,7 @@ class DDPX(nn.Module, Joinable):
             return True
         if not change and len(frozen) == len(self.reducer.slots):
             return False
-        if not change and self.reducer.find_unused:
+        if not change and self.reducer.unused.allowed:
             return True
         message = (
             f"rank {self.reducer.rank}: {change or f'parameter {frozen[0]} was frozen'} after wrapping, so gradients "
@@ -569,8 +572,8 @@ class DDPX(nn.Module, Joinable):
                 "constructed."
             )
             raise RuntimeError(self.reducer.last_error)
-        self.static_graph = self.reducer.static = True
-        self.reducer.allow_unused()
+        self.static_graph = self.reducer.unused.static = True
+        self.reducer.unused.allow()
         if self.find_unused_parameters:
             warnings.warn(
                 "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect "

@@ -36,7 +36,7 @@ class RunningTimes:
 
     def add(self, model: "DDPX") -> None:
         """Note the round that just ended."""
-        step = model.reducer.last_step
+        step = model.reducer.recorder.last_step
         if step is None or not (step.round <= ALWAYS_FIRST or step.round % self.rate == 0):
             return
         ends = [bucket.ended_s for bucket in step.buckets if bucket.ended_s is not None]

@@ -11,76 +11,47 @@ Note: rehearsal. In the first round nothing is written before backward ends. It 
 arrive (rank 0's counts for all), so the arena is laid out once, in that order. A parameter whose hook fires in a nested
 backward (reentrant checkpointing) may fire again, so it always waits for the end of the round.
 
-The three modes are this one machine with two switches: one bucket a parameter or fixed-size ones, and when they launch.
+The three modes are this one machine with two switches: one bucket a parameter or fixed-size ones, and when they launch
+(ddpx.options). Of the rest, ddpx.autograd tells of gradients, ddpx.writer puts them into the arena, ddpx.unused knows
+those that are missing, and ddpx.recorder makes a round into numbers.
 """
 
 import contextlib
-import math
+import functools
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddpx.arena import Bucket, Slot, bind, bind_alone, items_of, names_text
+from ddpx.autograd import (
+    gradient_hook,
+    has_foreign_hook,
+    output_hook,
+    reached_of,
+    reducers_on,
+    watch,
+    when_backward_ends,
+)
 from ddpx.bucket import plan_buckets
-from ddpx.comm_hooks import GradBucket, HookRunner, run_allreduce
+from ddpx.comm_hooks import HookRunner
 from ddpx.communicator import Communicator
 from ddpx.drift import ReplicaCheck
-from ddpx.errors import Error, NonFiniteGradient, PeerFailed, PeerLost, UnusedParameters
-from ddpx.execute import Plan
+from ddpx.errors import Error, PeerFailed, PeerLost
 from ddpx.guard import Footprint
+from ddpx.options import POLICIES, Options
 from ddpx.phases import PhaseBoard
+from ddpx.recorder import Recorder
 from ddpx.skips import Skips
 from ddpx.sparse import SparseMean
-from ddpx.stats import BucketStats, PhaseTimes, StepStats
+from ddpx.stats import StepStats
 from ddpx.transport import IN_BACKWARD, IN_FORWARD, header_of
-
-Mode = Literal["naive", "bucketed", "overlapped"]
-NonFinite = Literal["ignore", "warn", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How buckets are cut, and when they launch."""
-
-    one_per_parameter: bool
-    launch_when_full: bool
-    wait_for_each: bool
-
-
-POLICIES: dict[str, Policy] = {
-    "naive": Policy(one_per_parameter=True, launch_when_full=False, wait_for_each=True),
-    "bucketed": Policy(one_per_parameter=False, launch_when_full=False, wait_for_each=False),
-    "overlapped": Policy(one_per_parameter=False, launch_when_full=True, wait_for_each=False),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How gradients are reduced, as every rank has to agree on it.
-
-    `find_unused` lets parameters go without a gradient; they count as zero where another rank has one, and keep their
-    `grad` where no rank has. `static` adds a promise: each rank's set of them stays that of its first round.
-    `exclude_unused` adds another: what no rank used in the first round is left out of all later ones.
-    """
-
-    mode: Mode = "overlapped"
-    bucket_bytes: int = 25 << 20
-    first_bucket_bytes: int | None = None
-    bucket_bytes_list: tuple[int, ...] = ()
-    find_unused: bool = False
-    static: bool = False
-    exclude_unused: bool = False
-    gradients_are_views: bool = True
-    wire_dtype: torch.dtype | None = None  # of floating-point gradients in buckets; None: as their parameters
-    nonfinite: NonFinite = "ignore"
-    check_replicas_every: int = 0  # rounds; 0: never
+from ddpx.unused import Unused
+from ddpx.writer import GradientWriter
 
 
 @dataclass(slots=True)
@@ -92,13 +63,11 @@ class Round:
     began_s: float
     next_launch: int = 0
     arrivals: list[int] = field(default_factory=list)
-    small: list[Slot] = field(default_factory=list)  # arrived, and to be written together
     shadow: bool = False  # this rank has no inputs and brings zeros
     lays_out: bool = False  # in this round the arena is laid out
 
 
 NO_TASK = -1
-UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
 
 
 class Reducer:
@@ -122,8 +91,6 @@ class Reducer:
         self.options = options
         self.policy = POLICIES[options.mode]
         self.mode = options.mode
-        self.find_unused = options.find_unused
-        self.static = options.static
         self.gradients_are_views = options.gradients_are_views
         self.slots = [Slot(index, name, param, param in sparse) for index, (name, param) in enumerate(parameters)]
         self.buckets: list[Bucket] = []
@@ -142,47 +109,32 @@ class Reducer:
         self._footprint: Footprint | None = None  # of the last local backward
         self.is_alone = True  # no other live wrapper reduces the same parameters
         self.joining = False  # inside a join context, where ranks without inputs have old parameters
-        self.forward_s = 0.0  # spent in forwards since the last round, without waiting for buffers
+        self.recorder = Recorder()
         self._phases = PhaseBoard(communicator) if communicator.group.world_size > 1 else None
-        self._done_s = time.perf_counter()  # when the last round ended
-        self._record: tuple[Round, float, float, float] | None = None  # the last round, not yet made into numbers
-        self._last_step: StepStats | None = None
         self.last_arrivals: list[int] = []
         self.last_error = ""
         self.before_round: Callable[[], None] | None = None
         self.after_round: Callable[[], None] | None = None
         self._hook: HookRunner | None = None
         self._last = last
-        self._writes_together = options.nonfinite == "ignore"
-        self._divisor: float = communicator.group.world_size
+        self._writer = GradientWriter(self.rank, communicator.group.world_size, options.nonfinite)
         self._round: Round | None = None
         self._rehearsed = False
-        self._first_unused: set[int] | None = None  # where that is allowed: what had no gradient in the first round
-        self.graph_changed = False  # and whether that has been otherwise since
         order = communicator.empty(len(self.slots), torch.int32)
         self._order = (order, communicator.plan_broadcast(order))
-        self._used: tuple[Tensor, Plan] | None = None
-        if options.find_unused:
-            self.allow_unused()
+        self.unused = Unused(self.slots, communicator, options)
         self._sparse = SparseMean(communicator) if any(slot.sparse for slot in self.slots) else None
         self._replicas: ReplicaCheck | None = None
         if options.check_replicas_every and communicator.group.world_size > 1:
             self._replicas = ReplicaCheck(communicator, replicated, options.check_replicas_every)
         self._notice_other_reducers()
         me = weakref.ref(self)
-        self._handles = [slot.param.register_post_accumulate_grad_hook(_gradient_hook(me, slot)) for slot in self.slots]
-
-    def allow_unused(self) -> None:
-        """From here on parameters may go without a gradient. A collective."""
-        self.find_unused = True
-        if self._used is None and self.communicator.group.world_size > 1:
-            used = self.communicator.empty(len(self.slots), torch.int32)
-            self._used = (used, self.communicator.plan_all_reduce(used))
+        self._handles = [slot.param.register_post_accumulate_grad_hook(gradient_hook(me, slot)) for slot in self.slots]
 
     def set_hook(self, runner: HookRunner, divergence_is_meant: bool) -> None:
         """Give buckets, of whole parameters and not divided, to a communication hook from the next round on."""
         self._hook = runner
-        self._divisor = 1
+        self._writer.divisor = 1
         self._rehearsed = False  # lay out anew
         if divergence_is_meant:
             self._replicas = None
@@ -198,14 +150,13 @@ class Reducer:
 
     def set_divisor(self, ranks: int) -> None:
         """Gradients are divided by `ranks` from here on; a communication hook divides by itself."""
-        self._divisor = ranks if self._hook is None else 1
+        self._writer.divisor = ranks if self._hook is None else 1
 
     def _notice_other_reducers(self) -> None:
         """Where an older wrapper still hooks the same parameters, nobody can tell whose gradients are local."""
         for slot in self.slots:
-            for hook in (slot.param._post_accumulate_grad_hooks or {}).values():
-                other = getattr(hook, "ddpx_reducer", _nobody)()
-                if other is not None and other is not self and other._handles:
+            for other in reducers_on(slot.param):
+                if other is not self and other._handles:
                     other.is_alone = self.is_alone = False
                     self._older.add(other)
                     other._older.add(self)
@@ -244,12 +195,12 @@ class Reducer:
     def watch(self, outputs: Sequence[Tensor], is_training: bool) -> None:
         """Make the backward through any of `outputs` a round. Called by the forward that made them."""
         self.is_fresh = True
-        hook = _output_hook(weakref.ref(self))
+        hook = output_hook(weakref.ref(self))
         hooked = watch(outputs, hook)
         if is_training:
             self._skips.forward(hook)
         # A parameter may be an output itself, and the loss come from it alone.
-        bare = self.find_unused and any(output.requires_grad and output.is_leaf for output in outputs)
+        bare = self.unused.allowed and any(output.requires_grad and output.is_leaf for output in outputs)
         self.expects_backward_anywhere = bare or not hooked
 
     def on_output_gradient(self) -> None:
@@ -275,7 +226,7 @@ class Reducer:
             self.fail_outside(message)
             raise Error(message)
         self._open(task)
-        torch.autograd.Variable._execution_engine.queue_callback(_RoundEnd(self, self.epoch))
+        when_backward_ends(functools.partial(self._on_backward_end, self.epoch))
         if self._early_task == task:  # used outside the module, behind its output: their gradients came first
             assert self._round is not None
             for slot in self._early:
@@ -286,7 +237,8 @@ class Reducer:
         """A new round, in an epoch of its own; what `_end` closes."""
         if self.before_round is not None and not is_shadow:
             self.before_round()
-        self._last_step, self._record = self.last_step, None
+        self.recorder.begin()
+        self._writer.begin(self.rounds + 1)
         self._round = Round(task, self.enter(IN_BACKWARD), time.perf_counter(), shadow=is_shadow)
         self.expects_backward_anywhere = False
         for slot in self.slots:
@@ -303,7 +255,10 @@ class Reducer:
         self._open(NO_TASK)
         assert self._round is not None
         self._round.arrivals = [slot.index for slot in self.slots if slot.param.grad is not None]
-        self._write_arrivals(self._round)
+        try:
+            self._write_arrivals(self._round)
+        except Error as error:
+            self._fail_round(str(error), error)
         self._end()
 
     def shadow(self) -> None:
@@ -313,7 +268,7 @@ class Reducer:
 
     # ---- A gradient arrives
 
-    def _on_gradient(self, slot: Slot, param: Tensor) -> None:
+    def on_gradient(self, slot: Slot, param: Tensor) -> None:
         current = self._round
         task = torch._C._current_graph_task_id()
         if current is None:
@@ -350,14 +305,17 @@ class Reducer:
         current.arrivals.append(slot.index)
         if not self._rehearsed:
             return
-        if _has_foreign_hook(slot.param):
+        if has_foreign_hook(slot.param):
             slot.nested = True  # a user's hook may still change it in place, so it is written when backward has ended
             return
         slot.arrived = True
-        if slot.is_small and self._writes_together:
-            current.small.append(slot)
+        if slot.is_small and self._writer.collects_small:
+            self._writer.small.append(slot)
         else:
-            self._write(slot, slot.param.grad)
+            try:
+                self._writer.write(slot, slot.param.grad)
+            except Error as error:
+                self._fail_round(str(error), error)
         for number in slot.buckets:
             bucket = self.buckets[number]
             bucket.missing -= 1
@@ -365,74 +323,6 @@ class Reducer:
                 bucket.ready_s = time.perf_counter()
                 if self.policy.launch_when_full:
                     self._launch_full_buckets(current)
-
-    def _write_small(self, current: Round) -> None:
-        """Write the small gradients that have arrived: one call copies them, one a run of neighbours divides them."""
-        slots, current.small = current.small, []
-        grads = [slot.param.grad for slot in slots]
-        if torch.is_grad_enabled() or any(g is None or g is s.view or g.is_sparse for g, s in zip(grads, slots)):
-            for slot, grad in zip(slots, grads, strict=True):
-                self._write(slot, grad)
-            return
-        torch._foreach_copy_([slot.view for slot in slots], grads)  # type: ignore[arg-type, misc]
-        if self._divisor != 1:
-            for arena, begin, end in _runs(slots):
-                arena[begin:end].div_(self._divisor)
-        for slot in slots:
-            slot.written = True
-            slot.local = False
-            slot.param.grad = slot.view
-
-    def _write(self, slot: Slot, grad: Tensor | None) -> None:
-        """Put the gradient, divided by the number of ranks, into the arena; one pass."""
-        view = slot.view
-        slot.written = True
-        slot.local = False
-        if view is None:
-            self._keep_outside(slot, grad)
-            return
-        if grad is None:
-            view.zero_()
-            return
-        if grad is view:
-            view.div_(self._divisor)
-        else:
-            if grad.requires_grad:  # backward(create_graph=True)
-                grad = grad.detach()
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            torch.div(grad, self._divisor, out=view)
-            if slot.is_view:
-                slot.param.grad = view
-            else:
-                slot.own_grad = grad
-        if self.options.nonfinite != "ignore":
-            self._look_for_nonfinite(slot, view)
-
-    def _keep_outside(self, slot: Slot, grad: Tensor | None) -> None:
-        """A gradient that does not lie in the arena."""
-        if slot.excluded and grad is not None:
-            self._fail_round(
-                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-                f"but then got used: rank {self.rank}: parameter {slot.name} was unused on every rank in the first "
-                "iteration, and skip_all_reduce_unused_params=True promises that it stays so."
-            )
-        slot.own_grad = grad
-
-    def _look_for_nonfinite(self, slot: Slot, view: Tensor) -> None:
-        if math.isfinite(view.sum(dtype=torch.float32 if view.element_size() < 4 else None).abs().item()):
-            return
-        bad = int((~torch.isfinite(view)).sum())
-        if not bad:  # the sum alone overflowed
-            return
-        message = (
-            f"rank {self.rank}: the gradient of {slot.name} has {bad} of {view.numel()} elements that are NaN or "
-            f"infinite, before it was reduced, in synchronised backward {self.rounds + 1}."
-        )
-        if self.options.nonfinite == "warn":
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        else:
-            self._fail_round(message, NonFiniteGradient(message))
 
     def _count(self, slot: Slot) -> None:
         for number in slot.buckets:
@@ -442,8 +332,8 @@ class Reducer:
                 bucket.ready_s = time.perf_counter()
 
     def _launch_full_buckets(self, current: Round) -> None:
-        if current.small:
-            self._write_small(current)
+        if self._writer.small:
+            self._writer.write_small()
         while current.next_launch < len(self.buckets) and not self.buckets[current.next_launch].missing:
             try:
                 self._launch(self.buckets[current.next_launch])
@@ -462,6 +352,15 @@ class Reducer:
 
     # ---- The end of a round
 
+    def _on_backward_end(self, epoch: int, came_to_its_end: bool) -> None:
+        """The backward that began the round of `epoch` is over; the round may have failed before."""
+        if self._round is None or self._round.epoch != epoch:
+            return
+        if came_to_its_end:
+            self._end()
+        else:
+            self._abandon("it raised an exception")
+
     def _end(self) -> None:
         current = self._round
         assert current is not None
@@ -471,8 +370,8 @@ class Reducer:
                 current.lays_out = True
                 self._lay_out(current.arrivals)
                 self._write_arrivals(current)
-            elif current.small:
-                self._write_small(current)
+            elif self._writer.small:
+                self._writer.write_small()
             used = self._settle_missing(current)
             waiting_s = time.perf_counter()
             while current.next_launch < len(self.buckets):
@@ -492,7 +391,7 @@ class Reducer:
             if self._replicas is not None:
                 self._replicas.finish()
             if self._phases is not None:
-                self._phases.share(self._own_phases(current, ended_s))
+                self._phases.share(self.recorder.phases(current.began_s, ended_s))
         except BaseException as error:
             self._fail_round(self._explain(error), error)
         done_s = time.perf_counter()
@@ -500,8 +399,8 @@ class Reducer:
         self.rounds += 1
         self.has_local = False
         self.last_arrivals = current.arrivals
-        self.forward_s, self._done_s = 0.0, done_s
-        self._record = (current, ended_s, waiting_s, done_s)
+        step = StepStats(self.rounds, current.began_s, ended_s, waiting_s, done_s, ())
+        self.recorder.end(step, self.buckets)
         if self.after_round is not None and not current.shadow:
             self.after_round()
 
@@ -518,55 +417,30 @@ class Reducer:
             bucket.missing = len(bucket.slots)
         for slot in self.slots:
             if slot.index in arrived:
-                self._write(slot, slot.param.grad)
+                self._writer.write(slot, slot.param.grad)
                 self._count(slot)
 
     def _settle_missing(self, current: Round) -> list[Slot] | None:
         """Deal with parameters that got no gradient. Returns the slots used here, or None when all were."""
         for slot in self.slots:
             if slot.nested and not slot.written:
-                self._write(slot, slot.param.grad)
+                self._writer.write(slot, slot.param.grad)
                 self._count(slot)
         unused = [slot for slot in self.slots if not slot.written and not slot.excluded]
-        if self.find_unused and not current.shadow:
-            self._compare_with_first(unused)
-        if not self.find_unused:
-            if unused and not current.shadow:
-                raise UnusedParameters(self._unused_text(unused))
-            used = None
-        else:
+        if not current.shadow:
+            self.unused.check(unused, self.buckets)
+        used = None
+        if self.unused.allowed:
             used = [slot for slot in self.slots if slot.written or slot.local] if not current.shadow else []
         for slot in unused:
-            self._write(slot, None if current.shadow else slot.param.grad)
+            self._writer.write(slot, None if current.shadow else slot.param.grad)
             self._count(slot)
         return used
-
-    def _compare_with_first(self, unused: list[Slot]) -> None:
-        """With a static graph, each rank's parameters without a gradient stay the same."""
-        now = {slot.index for slot in unused}
-        if self._first_unused is None:
-            self._first_unused = now
-        self.graph_changed |= now != self._first_unused
-        if not self.static or now == self._first_unused:
-            return
-        first, self._first_unused = self._first_unused, None  # after the error, the next round is a first one
-        if now - first:
-            raise UnusedParameters(
-                f"{UNFINISHED} This error indicates that your training graph has changed in this iteration, e.g., one "
-                "parameter is used in first iteration, but then got unused in the second iteration. this is not "
-                f"compatible with static_graph set to True.\n{self._without_text(unused)}"
-            )
-        names = [self.slots[index].name for index in sorted(first - now)]
-        raise UnusedParameters(
-            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-            "but then got used in the second iteration. this is not compatible with static_graph set to True. "
-            f"On rank {self.rank} it is {names_text(names)}."
-        )
 
     def _attach(self, used: list[Slot] | None) -> None:
         """Point `param.grad` at the means, except where no rank used the parameter."""
         if used is not None:
-            wanted = self._used_anywhere(used)
+            wanted = self.unused.used_anywhere(used, self.run_in_epoch)
             for slot in self.slots:
                 if slot.index in wanted and slot.param.grad is None and slot.view is not None:
                     slot.param.grad = slot.view if slot.is_view else slot.view.to(slot.param.dtype, copy=True)
@@ -576,16 +450,6 @@ class Reducer:
                 mean.copy_(slot.view)
                 if slot.param.grad is None or slot.param.grad.is_sparse:
                     slot.param.grad = mean
-
-    def _used_anywhere(self, used: list[Slot]) -> set[int]:
-        mine = {slot.index for slot in used}
-        if self._used is None:
-            return mine
-        counts, plan = self._used
-        counts.zero_()
-        counts[list(mine)] = 1
-        self.run_in_epoch(plan.run)
-        return set(counts.nonzero().flatten().tolist())
 
     def _reduce_sparse(self) -> None:
         if self._sparse is None:
@@ -599,7 +463,7 @@ class Reducer:
 
     @property
     def _sparse_divisor(self) -> float:
-        return self._divisor if self._hook is None else self.communicator.group.world_size
+        return self._writer.divisor if self._hook is None else self.communicator.group.world_size
 
     def _wait(self, bucket: Bucket) -> None:
         assert bucket.pending is not None
@@ -616,8 +480,9 @@ class Reducer:
 
     def _lay_out(self, arrivals: Sequence[int]) -> None:
         """Arenas and buckets in the order gradients arrived at rank 0. A collective."""
-        if self.options.exclude_unused and self.find_unused:
-            wanted = self._used_anywhere([self.slots[index] for index in arrivals])
+        if self.options.exclude_unused and self.unused.allowed:
+            used = [self.slots[index] for index in arrivals]
+            wanted = self.unused.used_anywhere(used, self.run_in_epoch)
             for slot in self.slots:
                 slot.excluded = slot.index not in wanted
         seen = set(arrivals)
@@ -712,73 +577,17 @@ class Reducer:
     def _explain(self, error: BaseException) -> str:
         return str(error) if isinstance(error, Error) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
 
-    def _unused_text(self, unused: list[Slot]) -> str:
-        first = min((number for slot in unused for number in slot.buckets), default=0)
-        total = len(self.buckets[first].slots) if self.buckets else len(self.slots)
-        lacking = sum(not slot.written for slot in self.buckets[first].slots) if self.buckets else len(unused)
-        return (
-            f"{UNFINISHED} This error indicates that your module has parameters that were not used in producing loss. "
-            f"It is found here at the end of the very backward that left them out, on rank {self.rank}: bucket {first} "
-            f"still lacks {lacking} of {total} gradients. {self._without_text(unused)}\n"
-            "Every parameter must reach the loss, by making sure all `forward` function outputs participate in "
-            "calculating loss; or you can enable unused parameter detection by passing the keyword argument "
-            "`find_unused_parameters=True` to the wrapper."
-        )
-
-    def _without_text(self, unused: list[Slot]) -> str:
-        names = ", ".join(slot.name for slot in unused[:20]) + (", ..." if len(unused) > 20 else "")
-        indices = " ".join(str(slot.index) for slot in unused[:20])
-        return (
-            f"Parameter indices which did not receive grad for rank {self.rank}: {indices}\n"
-            f"Parameters which did not receive grad for rank {self.rank}: {names}"
-        )
-
     def _bucket_text(self, bucket: Bucket) -> str:
         return f"bucket {bucket.index} ({names_text([slot.name for slot in bucket.slots])})"
 
     # ---- Numbers and the end
 
-    def _own_phases(self, current: Round, ended_s: float) -> PhaseTimes:
-        outside_s = current.began_s - self._done_s - self.forward_s
-        return PhaseTimes(max(0.0, outside_s), self.forward_s, ended_s - current.began_s)
-
-    @property
-    def last_step(self) -> StepStats | None:
-        """The last round in numbers. Made when asked for, since on CUDA the device may still be running it."""
-        if self._record is not None:
-            self._last_step = self._stats(*self._record)
-            if all(bucket.ended_s is not None for bucket in self._last_step.buckets):
-                self._record = None
-        return self._last_step
-
     def stats(self) -> StepStats | None:
-        """`last_step` with every rank's phases in it, once all ranks have ended the round."""
-        step = self.last_step
+        """The last round in numbers, with every rank's phases in it, once all ranks have ended the round."""
+        step = self.recorder.last_step
         if step is None or self._phases is None:
             return step
         return replace(step, ranks=tuple(self._phases.read()))
-
-    def _stats(self, current: Round, ended_s: float, waiting_s: float, done_s: float) -> StepStats:
-        buckets = []
-        for bucket in self.buckets:
-            pending = bucket.pending
-            assert pending is not None
-            started_s, finished_s = pending.started_s, pending.ended_s
-            buckets.append(
-                BucketStats(
-                    bucket.index,
-                    bucket.flat.nbytes,
-                    bucket.algorithm,
-                    bucket.ready_s,
-                    bucket.launched_s,
-                    started_s,
-                    finished_s,
-                    *bucket.waited_s,
-                    bucket.plan.peer_wait_s,
-                    bucket.plan.last_peer,
-                )
-            )
-        return StepStats(self.rounds, current.began_s, ended_s, waiting_s, done_s, tuple(buckets))
 
     def remove_hooks(self) -> None:
         """Leave the parameters alone from here on."""
@@ -789,125 +598,3 @@ class Reducer:
     def close(self) -> None:
         self.remove_hooks()
         self.communicator.close()
-
-    # ---- What torch's stock hooks and frameworks ask DDP's reducer for
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """DDP has to be told of a backward; here it is noticed when it comes, wherever it begins."""
-        self.expects_backward_anywhere = True
-
-    def _get_local_used_map(self) -> Tensor:
-        """By parameter: how many ranks had a gradient for it in the last round; with find_unused_parameters."""
-        if self._used is None:
-            return torch.tensor([int(slot.written) for slot in self.slots], dtype=torch.int32)
-        return self._used[0].clone()
-
-    def _ddp_graph_static(self) -> bool:
-        return not self.graph_changed
-
-    def prepare_for_forward(self) -> None:
-        """Nothing to prepare."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Buckets are laid out anew when the first round ends."""
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return run_allreduce(bucket, self.communicator.group.process_group)
-
-    def get_backward_stats(self) -> list[int]:
-        """By parameter: nanoseconds from the beginning of the last round until its buckets were full."""
-        if self.last_step is None:
-            return [0] * len(self.slots)
-        began_s = self.last_step.backward_began_s
-        return [
-            max((int((self.buckets[number].ready_s - began_s) * 1e9) for number in slot.buckets), default=0)
-            for slot in self.slots
-        ]
-
-
-def _runs(slots: Sequence[Slot]) -> list[tuple[Tensor, int, int]]:
-    """The slots' elements as (arena, begin, end), neighbours in one."""
-    runs: list[tuple[Tensor, int, int]] = []
-    for slot in slots:
-        assert slot.arena is not None
-        if runs and runs[-1][0] is slot.arena and runs[-1][2] == slot.begin:
-            runs[-1] = (slot.arena, runs[-1][1], slot.end)
-        else:
-            runs.append((slot.arena, slot.begin, slot.end))
-    return runs
-
-
-def reached_of(parameters: Sequence[Parameter]) -> bool:
-    """Whether the backward now running accumulates into one of them (autograd.grad does not)."""
-    for param in parameters:
-        if not param.requires_grad:
-            continue
-        with torch.enable_grad():
-            node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        try:
-            if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
-                return True
-        except RuntimeError:  # asked about a parameter that autograd.grad() was asked for
-            continue
-    return False
-
-
-def watch(outputs: Iterable[Tensor], hook: Callable[[Tensor], None]) -> bool:
-    """Have `hook` called when a backward comes to one of `outputs`. Whether there is one that can tell."""
-    watched = [output for output in outputs if output.requires_grad and not output.is_leaf]
-    for output in watched:
-        output.register_hook(hook)
-    return bool(watched)
-
-
-# ---- Hooks hold the reducer weakly, so that a dropped wrapper frees its arena ----------------------------------------
-
-
-def _gradient_hook(reducer: "weakref.ref[Reducer]", slot: Slot) -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner._on_gradient(slot, param)
-
-    hook.ddpx_reducer = reducer  # type: ignore[attr-defined]
-    return hook
-
-
-def _has_foreign_hook(param: Parameter) -> bool:
-    """Whether somebody else's hook runs after ours on each gradient of `param`."""
-    hooks = param._post_accumulate_grad_hooks
-    return len(hooks) > 1 and any(not hasattr(hook, "ddpx_reducer") for hook in hooks.values())
-
-
-def _nobody() -> None:
-    return None
-
-
-def _output_hook(reducer: "weakref.ref[Reducer]") -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner.on_output_gradient()
-
-    return hook
-
-
-class _RoundEnd:
-    """Called by the autograd engine when backward has ended; dropped by it, uncalled, when backward raised."""
-
-    def __init__(self, reducer: Reducer, epoch: int) -> None:
-        self._reducer: Reducer | None = reducer
-        self._epoch = epoch
-
-    def __call__(self) -> None:
-        reducer, self._reducer = self._reducer, None
-        if reducer is not None and reducer._round is not None and reducer._round.epoch == self._epoch:
-            reducer._end()
-
-    def __del__(self) -> None:
-        reducer: Any = self._reducer
-        if reducer is not None and reducer._round is not None and reducer._round.epoch == self._epoch:
-            reducer._abandon("it raised an exception")

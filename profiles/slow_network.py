@@ -83,7 +83,7 @@ class Stepper:
         at.append(time.perf_counter())
         for phase, began_s, ended_s in zip(self.phases, at, at[1:]):
             self.phases[phase].append(ended_s - began_s)
-        if isinstance(self.model, ddpx.DDPX) and (stats := self.model.reducer.last_step) is not None:
+        if isinstance(self.model, ddpx.DDPX) and (stats := self.model.reducer.recorder.last_step) is not None:
             self.communication.append((stats.communication_s, stats.exposed_s))
         return at[-1] - at[0]
 
@@ -119,7 +119,7 @@ def step_part(args: argparse.Namespace) -> dict[str, Any]:
     phases = torch.tensor([statistics.median(found) for found in steppers["local"].phases.values()])
     dist.all_reduce(phases, dist.ReduceOp.MAX)
     forward_s, backward_s, optimizer_s = phases.tolist()
-    stats = overlapped.reducer.last_step
+    stats = overlapped.reducer.recorder.last_step
     assert stats is not None
     return {
         "times": {mode: found.as_dict() for mode, found in times.items()},

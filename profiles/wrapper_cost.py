@@ -105,14 +105,14 @@ class Watch:
 
     def __init__(self, reducer: Reducer) -> None:
         self.calls: list[tuple[float, float]] = []
-        inner = reducer._on_gradient
+        inner = reducer.on_gradient
 
         def timed(*arguments: Any) -> None:
             began_s = time.perf_counter()
             inner(*arguments)
             self.calls.append((began_s, time.perf_counter()))
 
-        reducer._on_gradient = timed  # type: ignore[method-assign, assignment]
+        reducer.on_gradient = timed  # type: ignore[method-assign, assignment]
 
 
 def hooks(count: int, width: int, large: int, steps: int, transport: str) -> dict[str, dict[str, list[float]]]:

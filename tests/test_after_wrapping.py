@@ -236,7 +236,7 @@ def copy_with_static_graph(rank: int, world_size: int) -> None:
     twin = copy.deepcopy(wrapper)
     said = step(twin, rank)
     assert said == "", said
-    assert twin.static_graph and twin.reducer.static
+    assert twin.static_graph and twin.reducer.unused.static
     twin.module.adapter = nn.Identity()
     twin.zero_grad()
     assert step(twin, rank) == ""
