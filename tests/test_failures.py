@@ -664,7 +664,7 @@ def failed_construction(rank: int, world_size: int, transport: str) -> tuple[str
     """Rank 1 is out of memory when the reducer is made; the others are told, whether they wait in it or later."""
     failing = contextlib.nullcontext()
     if rank == 1:
-        failing = unittest.mock.patch("ddpx.data_parallel.Reducer", side_effect=MemoryError("no memory"))
+        failing = unittest.mock.patch("ddpx.data_parallel.DDPReducer", side_effect=MemoryError("no memory"))
     try:
         with failing:
             model = wrapped(rank, transport, timeout_s=20)
