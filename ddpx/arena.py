@@ -94,7 +94,7 @@ def bind(
             ends[name] = slot.begin
     for slot in slots:
         slot.buckets = buckets_of.get(slot.index, ())
-        slot.view = None
+        slot.view, slot.is_small = None, False
         if slot.in_arena:
             _look_at(slot, arenas[_arena_name(slot, wire_dtype)], layout.offsets[slot.index], want_views)
     buckets = []
@@ -111,7 +111,7 @@ def bind_alone(
 ) -> list[Bucket]:
     """Buckets of whole parameters for a communication hook, each in memory of its own, which no plan reduces."""
     for slot in slots:
-        slot.buckets, slot.view, slot.arena = (), None, None
+        slot.buckets, slot.view, slot.arena, slot.is_small = (), None, None, False
         if slot.in_arena:
             _look_at(slot, torch.empty(0, dtype=wire(slot.param, wire_dtype), device=device), 0, want_views)
     buckets = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpx
@@ -313,6 +314,22 @@ def skipped(rank: int, world_size: int) -> str:
 
 def test_skipped_unused_parameters_are_in_no_bucket_and_have_to_stay_unused(ranks) -> None:
     assert all("promises that it stays so" in text for text in ranks(2).run(skipped))
+
+
+def skipped_after_a_hook(rank: int, world_size: int) -> str:
+    """A communication hook has buckets laid out anew, now without parameters that the first layout had."""
+    wrapper = DDPX(net(), skip_all_reduce_unused_params=True)
+    wrapper(data(rank)).sum().backward()
+    wrapper.zero_grad()
+    wrapper.register_comm_hook(None, default_hooks.allreduce_hook)
+    wrapper(data(rank), both=False).sum().backward()
+    with pytest.raises(RuntimeError) as failure:
+        wrapper(data(rank)).sum().backward()
+    return str(failure.value)
+
+
+def test_parameters_may_be_skipped_from_a_later_layout_on(ranks) -> None:
+    assert all("promises that it stays so" in text for text in ranks(2).run(skipped_after_a_hook))
 
 
 def delayed(rank: int, world_size: int) -> None:
