@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Corpus
     add("--peak-tflops", type=float, metavar="T", help="of one device, for MFU; default: by name, on CPU measured")
     add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     add("--out", type=Path, metavar="DIR", help="default: runs/<date and time>")
-    add("--profile", action="store_true", help="trace some more steps of each mode with torch.profiler")
+    add("--profile", action="store_true", help="trace some more steps of each mode with torch.profiler: minutes")
     # torchrun takes --log for an option of its own, even behind the script's name, so there is a second spelling.
     add("--step-log", "--log", dest="log", type=Path, metavar="FILE", help="write a JSON line a step and mode")
     args = parser.parse_args(argv)

@@ -473,7 +473,9 @@ class Reducer:
         except Error as error:
             if "It happened at" in str(error):  # a peer's words, which already say where
                 raise
-            raise type(error)(f"{error} It happened at {self._bucket_text(bucket)}.") from error
+            text = str(error)
+            stop = "" if text.endswith((".", "!", "?")) else "."
+            raise type(error)(f"{text}{stop} It happened at {self._bucket_text(bucket)}.") from error
         bucket.waited_s = (before, time.perf_counter())
 
     # ---- Layout

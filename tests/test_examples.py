@@ -39,5 +39,5 @@ def launch(example: str, timeout_s: float = 150) -> str:
 def test_the_example_trains_on_two_ranks(example) -> None:
     needed = EXAMPLES[example]
     if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed: pip install 'ddpx[examples]'")
+        pytest.skip(f"{needed} is not installed: pip install '.[examples]'")
     assert "done" in launch(example).splitlines()[-1]
