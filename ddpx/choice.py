@@ -12,11 +12,11 @@ from ddpx.transport.hosts import Hosts
 from ddpx.transport.shared_memory import host_id
 from ddpx.transport.sockets import Sockets
 
-# Gloo on the loopback device, where processors are the network: fitted to `python -m ddpx bench` with 2, 3 and
-# 4 ranks on two cores, six algorithms from 1 KiB to 64 MiB together, off by 29 % (root mean square). Of the three only
-# alpha / beta and gamma > beta / 2 matter to the choice. With two ranks tree gives way to ring at 4.8 MB (measured: 4
-# to 8 MiB), with three at 2.4 MB (2 to 4 MiB), with four at 6.6 MB (2 to 16 MiB, all within a tenth of each other).
-MESSAGES = Fabric(alpha_s=200e-6, beta_s_per_byte=1 / 3e9, gamma_s_per_byte=1 / 3e9, concurrent=True)
+# Gloo on the loopback device, where processors are the network: `python -m ddpx bench` with 2, 3 and 4 ranks on two
+# cores, six algorithms from 1 KiB to 64 MiB together, off by a third (root mean square). Only alpha / beta and
+# gamma > beta / 2 matter to the choice. Alpha is set so that with four ranks ring is taken at 4 MiB (gloo's time over
+# ring's 1.0, over tree's 0.87), and with it at 1.4 MB with three (1.1 at 4 MiB), at 2.8 MB with two (0.92; tree 1.04).
+MESSAGES = Fabric(alpha_s=115e-6, beta_s_per_byte=1 / 3e9, gamma_s_per_byte=1 / 3e9, concurrent=True)
 # Algorithms that "auto" chooses from where ranks send messages: those without options. Of equals the first is taken.
 CHOICES = {
     "all_reduce": ("ring", "tree", "doubling", "circulant", "halving_doubling", "direct"),
