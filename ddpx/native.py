@@ -67,12 +67,33 @@ class Encoder:
         return self.addresses([tensor.data_ptr() for tensor in tensors])
 
 
-class NativePlan:
+class Waiting:
+    """How long a plan's last run waited for peers, and for whom longest, as the library counts."""
+
+    def __init__(self) -> None:
+        self._outcome = Outcome()
+
+    @property
+    def peer_wait_s(self) -> float:
+        return self._outcome.wait_ns * 1e-9
+
+    @property
+    def last_peer(self) -> int:
+        return self._outcome.last_peer
+
+    def _nothing_yet(self, rank: int) -> Outcome:
+        outcome = self._outcome
+        outcome.wait_ns, outcome.longest_ns, outcome.last_peer = 0, 0, rank
+        return outcome
+
+
+class NativePlan(Waiting):
     """The operations as an array the library reads; memory they name is kept alive here."""
 
     def __init__(
         self, library: ctypes.CDLL, transport: SharedMemory, operations: Sequence[Operation], ticks: int
     ) -> None:
+        super().__init__()
         self._run = library.ddpx_run
         self._transport = transport
         self._ticks = ticks
@@ -82,7 +103,6 @@ class NativePlan:
         self._array = (Encoded * len(operations))(*map(self._encode, operations))
         self._count = len(operations)
         self._ends = end_waits(operations)
-        self._outcome = Outcome()
 
     def _encode(self, operation: Operation) -> Encoded:
         transport = self._transport
@@ -108,14 +128,6 @@ class NativePlan:
             case Copy() | Combine():
                 return self._encoder.compute(operation)
 
-    @property
-    def peer_wait_s(self) -> float:
-        return self._outcome.wait_ns * 1e-9
-
-    @property
-    def last_peer(self) -> int:
-        return self._outcome.last_peer
-
     def run(self) -> None:
         self._run_first(self._count)
 
@@ -128,8 +140,7 @@ class NativePlan:
         """Run the first `count` operations. Returns the clock at the start."""
         transport = self._transport
         base = transport.start()
-        outcome = self._outcome
-        outcome.wait_ns, outcome.longest_ns, outcome.last_peer = 0, 0, transport.rank
+        outcome = self._nothing_yet(transport.rank)
         header = transport.header()
         spin_ns, slice_ns = int(transport.spin_s * 1e9), int(SLICE_S * 1e9)
         position = 0

@@ -4,9 +4,9 @@ import ctypes
 from collections import Counter
 from collections.abc import Sequence
 
-from ddpx.compiled import LIBRARY, Encoded, Kind, Outcome
+from ddpx.compiled import LIBRARY, Encoded, Kind
 from ddpx.messages import Round
-from ddpx.native import Encoder, knows
+from ddpx.native import Encoder, Waiting, knows
 from ddpx.operations import Combine
 from ddpx.transport import Message, MessageTransport
 from ddpx.transport.sockets import Sockets
@@ -20,11 +20,12 @@ def compile_rounds(transport: MessageTransport, rounds: Sequence[Round]) -> "Nat
     return NativeMessagePlan(transport, rounds) if all(knows(s.operation, s.out.dtype) for s in sums) else None
 
 
-class NativeMessagePlan:
+class NativeMessagePlan(Waiting):
     """The rounds as an array the library reads; memory they name is kept alive here."""
 
     def __init__(self, transport: Sockets, rounds: Sequence[Round]) -> None:
         assert LIBRARY is not None
+        super().__init__()
         self._run = LIBRARY.ddpx_mesh_run
         self._transport = transport
         self._encoder = Encoder()
@@ -35,7 +36,6 @@ class NativeMessagePlan:
         operations = [operation for step in rounds for operation in self._encode(step)]
         self._array = (Encoded * len(operations))(*operations)
         self._count = len(operations)
-        self._outcome = Outcome()
 
     def _encode(self, step: Round) -> list[Encoded]:
         settled = [self._waits.pop(number) for number in step.settled]
@@ -61,17 +61,9 @@ class NativeMessagePlan:
             Encoded(kind=wait, count=self._posted[peer, is_sent], peer=peer),
         )
 
-    @property
-    def peer_wait_s(self) -> float:
-        return self._outcome.wait_ns * 1e-9
-
-    @property
-    def last_peer(self) -> int:
-        return self._outcome.last_peer
-
     def run(self) -> None:
-        transport, outcome = self._transport, self._outcome
-        outcome.wait_ns, outcome.longest_ns, outcome.last_peer = 0, 0, transport.rank
+        transport = self._transport
+        outcome = self._nothing_yet(transport.rank)
         mesh = transport.open_connections()
         transport.check(mesh, self._run(mesh.handle, self._array, self._count, mesh.timeout_ns, ctypes.byref(outcome)))
         transport.bytes_sent += self._sent_bytes

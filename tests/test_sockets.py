@@ -38,14 +38,14 @@ class End:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         assert LIBRARY is not None
-        self.library, self.peer, self.connection = LIBRARY, 1 - rank, connection
+        self.helper, self.peer, self.connection = LIBRARY, 1 - rank, connection
         self.handle = LIBRARY.ddpx_mesh(2)
         self.keep: list[bytearray] = []
         connection.setblocking(False)
         LIBRARY.ddpx_mesh_connect(self.handle, self.peer, connection.fileno())
 
     def label(self, epoch: int) -> None:
-        self.library.ddpx_mesh_label(self.handle, epoch, 0)
+        self.helper.ddpx_mesh_label(self.handle, epoch, 0)
 
     def send(self, content: bytes) -> int:
         return self._post(bytearray(content), True)
@@ -57,11 +57,11 @@ class End:
     def _post(self, place: bytearray, sent: bool) -> int:
         self.keep.append(place)
         address = (ctypes.c_char * len(place)).from_buffer(place) if place else None
-        return self.library.ddpx_mesh_post(self.handle, self.peer, address, len(place), sent)
+        return self.helper.ddpx_mesh_post(self.handle, self.peer, address, len(place), sent)
 
     def wait(self, sent: bool, number: int, timeout_ns: int = 10 * SECOND) -> int:
         outcome = ctypes.byref(Outcome())
-        return self.library.ddpx_mesh_wait(self.handle, self.peer, sent, number, timeout_ns, outcome)
+        return self.helper.ddpx_mesh_wait(self.handle, self.peer, sent, number, timeout_ns, outcome)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def two_ends() -> Iterator[tuple[End, End]]:
     with near, far:
         yield ends
     for end in ends:
-        end.library.ddpx_mesh_free(end.handle)
+        end.helper.ddpx_mesh_free(end.handle)
 
 
 def test_messages_of_any_size_arrive_whole_and_in_order() -> None:
@@ -133,7 +133,7 @@ def test_another_epoch_is_told_at_the_next_wait(unawaited: int, nbytes: int) -> 
         for _ in range(unawaited):
             number, _ = other.receive(nbytes)
         assert other.wait(False, number) == OTHER
-        assert list(other.library.ddpx_mesh_wrong(other.handle)[:7]) == [0, nbytes, 6, 0, nbytes, 7, 0]
+        assert list(other.helper.ddpx_mesh_wrong(other.handle)[:7]) == [0, nbytes, 6, 0, nbytes, 7, 0]
 
 
 # ---- Ranks that leave ------------------------------------------------------------------------------------------------
