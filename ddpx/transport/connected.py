@@ -6,6 +6,7 @@ closes its connections, and whoever loses one reads the board before blaming any
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -30,7 +31,7 @@ class Connections(Protocol):
         """End every wait, here and at our peers. From any thread."""
 
 
-class Connected:
+class Connected(ABC):
     """A message transport, but for the connections. Constructing it is a collective; so is `begin` after a failure."""
 
     segment_bytes: int
@@ -84,18 +85,19 @@ class Connected:
         except RuntimeError as error:  # a peer that failed meanwhile, for example
             late = f"rank {self.rank} waited {self.timeout_s:.0f} s for its peers to connect; not all of them came."
             gone = f"a peer of rank {self.rank} is gone: it closed its connection while they were being made."
-            self._refused = self._explain(str(error), late, gone)
+            self._refused = self._explain(error, late, gone)
 
     def _offer(self) -> Any:
-        """What peers need to know of this rank to connect to it."""
+        """What peers need to know of this rank to connect to it; None where the store tells them."""
+        return None
 
+    @abstractmethod
     def _make(self, name: str, offers: list[Any]) -> Connections:
         """Connect, with what each rank offers. `name`: of these connections on the board. A collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _say(self, epoch: int, header: int | None) -> None:
         """Have messages from here on compare epoch and header."""
-        raise NotImplementedError
 
     def mark(self, number: int, header: int) -> None:
         """Messages from here on belong to a numbered call, and do not meet those of another one."""
@@ -104,7 +106,7 @@ class Connected:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def release(self, flat: torch.Tensor) -> None:
+    def release(self, flat: torch.Tensor) -> None:  # noqa: B027 - no subclass has to do anything
         """Nothing to forget: the memory is an ordinary tensor's."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -166,8 +168,7 @@ class Connected:
 
     def refuse(self, error: RuntimeError, peer: int) -> NoReturn:
         """Let no message pass any more in this epoch, and raise what has really happened."""
-        is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        missing = self._last_of_chain(peer) if is_late else peer
+        missing = self._last_of_chain(peer) if _is_late(error) else peer
         through = f", for which rank {peer} waits, too" if missing != peer else ""
         late = (
             f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {missing}{through}, which did not come. "
@@ -177,10 +178,10 @@ class Connected:
             f"rank {peer} is gone: its connection to rank {self.rank} closed while rank {self.rank} waited for it. "
             "Its own output says why; the job has to be started again."
         )
-        self._refused = self._explain(str(error), late, gone)
+        self._refused = self._explain(error, late, gone)
         raise self._refused from error
 
-    def _explain(self, text: str, late: str, gone: str) -> Error:
+    def _explain(self, error: RuntimeError, late: str, gone: str) -> Error:
         """What really happened when a message did not pass: an announced failure, a deadline, or a lost rank."""
         until = time.monotonic() + BOARD_S
         while True:
@@ -191,7 +192,7 @@ class Connected:
             if time.monotonic() > until:
                 break
             time.sleep(0.02)
-        return DeadlineExceeded(late) if "imed out" in text or "imeout" in text else PeerLost(gone)
+        return DeadlineExceeded(late) if _is_late(error) else PeerLost(gone)
 
     # Who waits for whom
 
@@ -270,3 +271,9 @@ class Connected:
     def close(self) -> None:
         self.disconnect()
         self.group.close()
+
+
+def _is_late(error: RuntimeError) -> bool:
+    """Whether a wait ended at its deadline, going by the words of whoever waited."""
+    words = str(error).lower()
+    return "timed out" in words or "timeout" in words
